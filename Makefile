@@ -1,8 +1,8 @@
-# gossamer: `make demo` and `make test` need nothing but Python 3.10 to 3.13 and make.
+# gossamer: `make demo` and `make test` need only Python 3.10 to 3.13 and make.
 
 PYTHON ?= python3
 VENV   ?= .venv
-# Test processes side by side, and what is passed on to the command behind a target: make bench ARGS="sae --help".
+# Test processes side by side, and arguments for the command of a target: make bench ARGS="sae --help".
 JOBS   ?= 2
 ARGS   ?=
 
@@ -13,7 +13,7 @@ SITE      := $(VENV)/.installed-docs
 PIP       := $(BIN)/python -m pip --disable-pip-version-check
 # One thread a process: the test processes already fill the cores.
 PYTEST    := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
-# tests/conftest.py leaves out what has no kernels; pytest ends with 5 where ARGS then choose no test at all.
+# tests/conftest.py leaves out rooms without kernels; pytest ends with 5 where ARGS then choose no test at all.
 INTERPRET := GOSSAMER_INTERPRET=1
 NONE_CHOSEN := [ $$? -eq 5 ]
 # Both halves run, whatever the first one finds.
@@ -35,7 +35,7 @@ help: ## show this list
 install: $(INSTALLED) ## make .venv and install gossamer in it, with the pinned versions
 
 demo: $(INSTALLED) ## train, decode and compare on real text; writes report/index.html
-	$(BIN)/gossamer demo --out report $(ARGS)
+	$(BIN)/python -m demo --out report $(ARGS)
 
 test: $(INSTALLED) ## the tests, without the slow ones; then again with the kernels in Triton's interpreter
 	$(call halves,-m "not full")
@@ -46,7 +46,7 @@ test-full: $(INSTALLED) ## every test
 test-avx2: $(INSTALLED) ## the numerical tests once more, on this CPU's AVX2 alone: sums come out otherwise
 	$(AVX2) $(PYTEST) -m "not full" $(NUMERICAL) $(ARGS) || $(NONE_CHOSEN)
 
-lint: $(INSTALLED) ## ruff, mypy, and whether docs show what benchmarks/results holds
+lint: $(INSTALLED) ## ruff, mypy, and whether the tables in docs match benchmarks/results
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m benchmarks.tables --check
@@ -59,13 +59,13 @@ dist: $(INSTALLED) ## wheel and source distribution, in dist/
 	$(BIN)/python -m build --outdir dist
 
 bench: $(PEERS) ## the benchmarks, beside their peers; writes benchmarks/results/
-	$(BIN)/gossamer bench $(ARGS)
+	$(BIN)/python -m benchmarks $(ARGS)
 
 clean: ## remove caches, builds and the report; .venv stays
 	rm -rf report build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find src tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
+	find src tests benchmarks demo -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# The stamp is older than either file whenever the environment may be out of date; pip then changes what differs.
+# The stamp is older than either file whenever the environment may be out of date; pip then changes the packages that differ.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' || { \
 		echo "gossamer needs Python 3.10 to 3.13, and PYTHON=$(PYTHON) is missing or another one." >&2; \
@@ -74,8 +74,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 		echo "$(PYTHON) cannot make virtual environments: its venv or ensurepip module is missing." >&2; \
 		echo "On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@echo "Installing gossamer and what it needs in $(VENV): this takes minutes the first time."
-	$(PIP) install --quiet --constraint constraints.txt --editable '.[cli,sae-lens,transformers,test,dev]'
+	@echo "Installing gossamer and its dependencies in $(VENV): this takes minutes the first time."
+	$(PIP) install --quiet --constraint constraints.txt --editable '.[cli,sae-lens,transformers,train,test,dev]'
 	@touch $@
 
 $(PEERS): $(INSTALLED)

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def draw(content: dict[str, Any], plot: Path) -> None:
-    """Draws the cases of `sweep_l0` in a result of `gossamer bench sae`."""
+    """Draws the cases of `sweep_l0` in a result of `python -m benchmarks sae`."""
     import matplotlib
 
     matplotlib.use("Agg")

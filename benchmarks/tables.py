@@ -1,6 +1,6 @@
 """docs/benchmarks.md, and the tables of other documents, from the files of `benchmarks/results/`.
 
-`python -m benchmarks.tables` writes them; with `--check` it only says whether they are what it would write, as
+`python -m benchmarks.tables` writes them; with `--check` it only says whether they are up to date, as
 `make lint` asks. The plot is drawn, and not compared: other versions of matplotlib draw other bytes.
 """
 
@@ -10,12 +10,11 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from benchmarks.pages import PAGES
-from gossamer.cli.bench.sweep import summary
+from benchmarks.engine.random_cases import summary
+from benchmarks.pages import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PAGE, CHOOSING, TRAINING, SELECTED, README, PLOT = (
@@ -54,9 +53,9 @@ HEADLINES = (
         "sparse_decode/B=1,T=131072,H=16,G=16",
     ),
 )
-"""README's rows: what is measured, the file, and what the case's id holds."""
+"""README's rows: a description, the file, and a part of the case's id."""
 FIRST = ("dense", "dense SDPA", "dense SDPA, cuDNN", "SAELens")
-"""Providers that do without gossamer what everybody does."""
+"""Providers that compute a case as it is usually computed without gossamer."""
 
 BREAK_EVENS = (
     ("`sae.decode`", "sae", "sweep_l0", "gossamer"),
@@ -76,7 +75,7 @@ BREAK_EVENS = (
     ("`blocksparse.matmul`, all block-sparse (H100)", "blocksparse", "matmul", "gossamer"),
     ("`blocksparse.matmul` with a dense matrix (H100)", "blocksparse", "matmul_with_dense", "gossamer"),
 )
-"""The rows of docs/choosing.md: what is measured, how files begin, the name of their cases, and our provider."""
+"""The rows of docs/choosing.md: a description, how files begin, the name of their cases, and our provider."""
 
 
 def read(file: str) -> dict[str, Any]:
@@ -102,70 +101,60 @@ def page() -> str:
     parts = [
         "# Benchmarks",
         "",
-        "`python -m benchmarks.tables` makes every table from a file in [benchmarks/results](../benchmarks/results).",
-        "A file names hardware, versions, commit and command. All providers of a case are checked",
-        "against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
+        "`python -m benchmarks.tables` makes these tables from files in [benchmarks/results](../benchmarks/results).",
+        "A file names hardware, versions, commit and command, and has more cases and peers than a table. All providers",
+        "of a case are checked against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
         "",
-        "Times are microseconds, medians: eager, and in parentheses replayed from a CUDA graph. Memory is what a call",
-        "allocates at its peak, in MiB; energy is what it takes from the power supply, in joules, and power, in watts,",
-        "that over its time. The last column of times is the fastest peer's over gossamer's, by graphs where both have",
-        "one.",
+        "Times are medians in microseconds: eager, and in parentheses replayed from a CUDA graph. The ratio is the",
+        "fastest peer's time over gossamer's, by graphs where both have one: above 1 gossamer is faster. Memory is the",
+        "peak that a call allocates, gossamer's over the dense way's.",
     ]
-    for files, (title, text) in PAGES.items():
-        parts += ["", f"## {title}", "", text]
-        groups: dict[str, list[dict[str, Any]]] = {}
-        for file in (files,) if isinstance(files, str) else files:
-            content = read(file)
-            parts += ["", f"{provenance(content)}: [{file}](../benchmarks/results/{file})."]
-            for case in content["cases"]:
-                groups.setdefault(case["name"], []).append(case)
-        for name, cases in groups.items():
-            parts += ["", f"### {name}", "", *times(cases)]
-            parts += amounts("memory", "peak_bytes", cases, lambda number: f"{number / 2**20:,.1f}")
-            parts += amounts("energy", "joules", cases, lambda number: f"{number:#.3g}" if number else "")
-            parts += amounts("power", "watts", cases, lambda number: f"{number:,.0f}" if number else "")
-    parts += tests()
-    return "\n".join(parts) + "\n"
+    for section in SECTIONS:
+        content = read(f"{section.file}.json")
+        cases = [c for c in content["cases"] if c["name"] in section.names and section.shown(c["parameters"])]
+        cases.sort(key=lambda case: section.names.index(case["name"]))
+        link = f"[{section.file}.json](../benchmarks/results/{section.file}.json)"
+        parts += ["", f"## {section.title}", "", section.text, "", f"{provenance(content)}: {link}.", ""]
+        parts += times(cases, named=len(section.names) > 1)
+    return "\n".join([*parts, *others(), *tests()]) + "\n"
 
 
-def times(cases: list[dict[str, Any]]) -> list[str]:
-    names = columns(cases)
+def times(cases: list[dict[str, Any]], named: bool) -> list[str]:
+    """A row for each case: our first provider, the dense way, the fastest peer."""
     rows = []
     for case in cases:
         found = {p["name"]: p for p in case["providers"] if p["eager"]}
-        ratio = best(case, found)
-        rows.append([label(case), *(clock(found.get(name)) for name in names), "" if ratio is None else f"{ratio:.2f}"])
-    return table(["time", *names, "best peer over gossamer"], rows)
+        ours = next(p for p in found.values() if p["ours"])
+        peers = {p["name"]: over(p, ours) for p in found.values() if is_peer(p, ours)}
+        dense, fastest = next((found[name] for name in FIRST if name in found), None), min(peers, key=peers.__getitem__)
+        memory = ours["peak_bytes"] / dense["peak_bytes"] if dense and dense["peak_bytes"] else None
+        rows.append(
+            [
+                f"{case['name']}, {label(case)}" if named else label(case),
+                clock(ours),
+                clock(dense),
+                f"{clock(found[fastest])} {fastest}",
+                f"{peers[fastest]:.2f}",
+                "" if memory is None else f"{memory:.0%}",
+            ]
+        )
+    return table(["", "gossamer", "dense", "fastest peer", "ratio", "memory"], rows)
 
 
-def amounts(what: str, key: str, cases: list[dict[str, Any]], shown: Callable[[float], str]) -> list[str]:
-    """A table of what providers took beside time; nothing where none was measured."""
-    names = columns(cases)
-    rows = []
-    for case in cases:
-        found = {p["name"]: given for p in case["providers"] if (given := amount(p, key)) is not None}
-        if any(found.values()):
-            rows.append([label(case), *(shown(found[name]) if name in found else "" for name in names)])
-    return ["", *table([what, *names], rows)] if rows else []
-
-
-def amount(provider: dict[str, Any], key: str) -> float | None:
-    """What a provider took; its watts are the energy of a call over its time."""
-    if key == "watts":
-        return provider["joules"] / provider["eager"]["median"] if provider.get("joules") else None
-    given: float | None = provider.get(key)
-    return given
-
-
-def columns(cases: list[dict[str, Any]]) -> list[str]:
-    timed = [p["name"] for case in cases for p in case["providers"] if p["eager"]]
-    return list(dict.fromkeys(timed))
+def others() -> list[str]:
+    """Links to the files that no table shows, a line for each room or kind."""
+    shown = {section.file for section in SECTIONS}
+    links: dict[str, list[str]] = {}
+    for stem in sorted(path.stem for path in RESULTS.glob("*.json")):
+        kind, _, rest = stem.partition("-")
+        if stem not in shown and kind != "tests":
+            links.setdefault(kind, []).append(f"[{rest}](../benchmarks/results/{stem}.json)")
+    return ["", "## Every other result", "", *(f"- {kind}: {', '.join(some)}" for kind, some in links.items())]
 
 
 def label(case: dict[str, Any]) -> str:
-    shown = [
-        f"{name} {value:,}" if isinstance(value, int) else str(value) for name, value in case["parameters"].items()
-    ]
+    given = case["parameters"].items()
+    shown = [f"{name} {value:,}" if isinstance(value, int) else f"{name} {value}" for name, value in given]
     return ", ".join([*shown, case["dtype"]])
 
 
@@ -179,13 +168,6 @@ def clock(provider: dict[str, Any] | None) -> str:
 def micro(timing: dict[str, Any]) -> str:
     number = timing["median"] * 1e6
     return f"{number:,.{max(0, 2 - math.floor(math.log10(number)))}f}"
-
-
-def best(case: dict[str, Any], found: dict[str, Any]) -> float | None:
-    """Of the peers that do all that the case asks, at the precision of our first provider."""
-    ours = next((p for p in found.values() if p["ours"]), None)
-    peers = [p for p in found.values() if is_peer(p, ours)] if ours else []
-    return min((over(p, ours) for p in peers), default=None)
 
 
 def is_peer(provider: dict[str, Any], ours: dict[str, Any]) -> bool:
@@ -262,7 +244,9 @@ def break_evens() -> list[str]:
                 size = ", ".join([*shown, case["dtype"]])
                 sizes.setdefault(size, []).append((share[1], min(over(peer, us) for peer in same)))
         rows += [[what, size, *_faster(sorted(ratios))] for size, ratios in sizes.items()]
-        rows += [] if sizes else [[what, f"not measured yet: `gossamer bench {file.partition('-')[0]}`", "", "", ""]]
+        rows += (
+            [] if sizes else [[what, f"not measured yet: `python -m benchmarks {file.partition('-')[0]}`", "", "", ""]]
+        )
     head = ["on one NVIDIA H200, or H100", "size", "dense time over gossamer's", "faster up to", "slower from"]
     return table(head, rows)
 
@@ -285,17 +269,15 @@ def percent(share: float) -> str:
 
 
 def sweeps() -> list[str]:
-    """What sweeps at random shapes came to, of those that are committed: of each room, and each kind of case in it."""
+    """The committed sweeps at random shapes, room by room, and how each was made."""
     rows, said = [], []
     for room, content in _swept().items():
         without = ", without Liger" if room == "gemm" and not content["versions"].get("liger-kernel") else ""
         said.append(f"- {room}: {provenance(content)}{without}.")
-        names = [name for name in content["summary"]["dense"] if name == room or name.startswith(f"{room}/")]
-        for name in names:
-            for kind, label in (("dense", "dense PyTorch"), ("best", "the best peer")):
-                figures = content["summary"].get(kind, {}).get(name, {"cases": 0})
-                if figures["cases"]:
-                    rows.append([f"`{name}`", label, *_figures(figures), f"{figures['slower_by_5%_and_3us']:.1%}"])
+        for kind, label in (("dense", "dense PyTorch"), ("best", "the best peer")):
+            figures = content["summary"].get(kind, {}).get(room, {"cases": 0})
+            if figures["cases"]:
+                rows.append([f"`{room}`", label, *_figures(figures), f"{figures['slower_by_5%_and_3us']:.1%}"])
     head = ["cases of", "beside", *SWEPT, "slower by 5% and 3 us"]
     return [*table(head, rows), "", *said] if rows else [NO_SWEEP]
 
@@ -307,7 +289,7 @@ def slower() -> list[str]:
         shares = _by_density(room, content).items()
         mean = next((f"{found['geometric_mean']:.2f}, {label}" for label, found in shares if found["cases"]), "")
         rows.append([f"`{room}`", *_figures(content["summary"]["dense"][room]), mean])
-    head = ["at random shapes, beside dense PyTorch", *SWEPT, "mean where least is there"]
+    head = ["at random shapes, beside dense PyTorch", *SWEPT, "geometric mean at the lowest density"]
     return table(head, rows) if rows else [NO_SWEEP]
 
 
@@ -346,10 +328,10 @@ THERE = {
     "attention": "of the keys",
     "blocksparse": "of the blocks",
 }
-"""What a density is the share of; other rooms have none."""
+"""The whole of which a density is a share; other rooms have no density."""
 
 
-NO_SWEEP = "No sweep is committed yet. `gossamer bench sweep` makes one."
+NO_SWEEP = "No sweep is committed yet. `python -m benchmarks sweep` makes one."
 SWEPT = ["cases", "below 1.00", "below 0.95", "geometric mean", "worst"]
 """Ratios are the peer's time over gossamer's."""
 
@@ -402,31 +384,33 @@ SELECTING = {
 
 
 def tests() -> list[str]:
-    """What the tests came to on GPUs, run by run."""
+    """The last runs of the tests on GPUs."""
     lines = [
         "",
         "## Tests on a GPU",
         "",
-        "The same tests run on a CPU, in Triton's interpreter and on a GPU. These are the runs on a GPU, the "
-        "oldest first. What a run found was corrected before the next. A run that the clock stopped has not seen all "
-        "of its tests.",
+        "The same tests run on a CPU, in Triton's interpreter and on a GPU. These are the last runs on GPUs, oldest "
+        "first. The files have earlier runs, and the cause of each failure, which was corrected before the next run.",
     ]
     for file in ("tests-nvidia-h200.json", "tests-nvidia-h100-80gb-hbm3.json"):
         content = read(file)
         rows = []
-        for run in content["runs"]:
+        for run in content["runs"][-LAST_RUNS:]:
             what = [word for word in run["command"].split() if word.startswith("tests")] or [run["command"]]
             counts = [str(run["counts"].get(name, 0)) for name in ("passed", "failed", "skipped")]
-            shown = ", ".join(f"`{name.removeprefix('tests/')}`" for name in what)
-            rows.append([shown, f"`{run['commit']}`", *counts, run.get("note", "")])
+            rooms = dict.fromkeys(name.removeprefix("tests/").partition("/")[0] for name in what)
+            rows.append([", ".join(f"`{room}`" for room in rooms), f"`{run['commit']}`", *counts])
         link = f"[{file}](../benchmarks/results/{file})"
-        head = ["tests", "commit", "passed", "failed", "skipped", ""]
+        head = ["tests of", "commit", "passed", "failed", "skipped"]
         lines += ["", f"{environment(content)}: {link}.", "", *table(head, rows)]
     return lines
 
 
+LAST_RUNS = 5
+
+
 def dictionaries() -> list[str]:
-    """What autoencoders find of a known dictionary, seed by seed."""
+    """The share of a known dictionary that autoencoders find, seed by seed."""
     content = read("nn-dictionary-cpu.json")
     rows = []
     for name, setting in sorted(content["settings"].items()):
@@ -445,7 +429,7 @@ MODULES = {"jumprelu": "JumpReLUSAE", "batchtopk": "BatchTopKSAE", "topk": "TopK
 
 
 def stream() -> list[str]:
-    """What autoencoders explain of a residual stream."""
+    """The variance of a residual stream that autoencoders explain."""
     by: dict[int, dict[str, dict[str, Any]]] = {}
     for run in read("nn-stream-cpu.json")["runs"]:
         by.setdefault(run["target"], {})[run["kind"]] = run
@@ -478,7 +462,7 @@ def main(arguments: list[str]) -> int:
     if options.check:
         stale = [path for path, text in wanted.items() if not path.is_file() or path.read_text() != text]
         for path in stale:
-            print(f"{path.relative_to(ROOT)} is not what benchmarks/results/ says: run python -m benchmarks.tables")
+            print(f"{path.relative_to(ROOT)} differs from benchmarks/results/: run python -m benchmarks.tables")
         return int(bool(stale) or not PLOT.is_file())
     for path, text in wanted.items():
         path.write_text(text)

@@ -4,8 +4,7 @@
     python benchmarks/trees.py /tmp/before . --room sae --case 'decode/*' --rounds 5 --out trees.json
 
 For each case that both have, gossamer's first provider is timed eager and, where it can be captured, as a CUDA graph.
-A line has the second tree's times over the first's, and the first tree's over its own in the next round: what two runs
-of one tree differ by.
+A line has the second tree's times over the first's, and the largest of the first tree's times over its smallest.
 """
 
 import argparse
@@ -25,14 +24,17 @@ def serve() -> None:
     """The process of one tree: names of cases, then a timing for each name that it is asked for."""
     import torch
 
-    from gossamer.cli.bench.case import find_benchmarks, load_cases
-    from gossamer.cli.bench.timing import burst, calls_for, capture
+    try:
+        from benchmarks.engine.case import load_cases
+        from benchmarks.engine.timing import burst, calls_for, capture
+    except ModuleNotFoundError:  # a commit whose engine was a part of the package
+        from gossamer.cli.bench.case import load_cases
+        from gossamer.cli.bench.timing import burst, calls_for, capture
 
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a case prints goes to the errors
+    os.dup2(2, 1)  # the output of a case goes to the errors
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    folder = find_benchmarks()
-    assert folder is not None
+    folder = Path.cwd() / "benchmarks"
     quick = device.type == "cpu"
     cases = {case.id: case for room in sys.argv[2:] for case in load_cases(folder, room, None, device, quick)}
     print(json.dumps(sorted(cases)), file=answers, flush=True)

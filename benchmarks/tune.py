@@ -1,8 +1,7 @@
-"""What scripts that tune have in common: candidates beside each other, compared with a reference, timed and kept.
+"""Tools of the scripts that tune: candidates are compared with a reference, timed beside each other, and recorded.
 
-A script states its candidates, as calls by name, and what they should give. Figures to publish come from `gossamer
-bench`. On a machine without a GPU the timings are of the CPU, or of Triton's interpreter where that is asked for, and
-show no more than that a script runs.
+A script states its candidates, as calls by name, and their right result. Figures to publish come from `make bench`.
+Without a GPU the timings are of the CPU, or of Triton's interpreter on request, and show only that a script runs.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.cli.bench.command import command_line
-from gossamer.cli.bench.timing import burst, capture
+from benchmarks.engine.command import command_line
+from benchmarks.engine.timing import burst, capture
 from gossamer.cli.environment import provenance
 
 Calls = dict[str, Callable[[], Any]]
@@ -58,11 +57,12 @@ def under(call: Callable[[], Any], *changes: Change) -> Callable[[], Any]:
 def error(got: Any, want: Any) -> float:
     """The largest of the relative errors, by norm, of a tensor or of a tuple of them."""
     pairs = [(got, want)] if isinstance(want, Tensor) else list(zip(got, want, strict=True))
-    return max(float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)) for a, b in pairs)
+    wide = [(a.detach().double(), b.detach().double()) for a, b in pairs]
+    return max(float((a - b).norm() / b.norm().clamp_min(1e-30)) for a, b in wide)
 
 
 def sound(calls: Calls, want: Any, budget: float = 1e-2) -> Calls:
-    """Those whose results are right to within `budget`. Of the others it prints why not."""
+    """The candidates whose results are right to within `budget`. It prints the errors of the others."""
     found: Calls = {}
     for name, call in calls.items():
         try:
@@ -144,7 +144,7 @@ def kernels(call: Callable[[], Any]) -> dict[str, float]:
 
 
 class Results:
-    """What a script has found, printed as it comes; `keep` writes it to the folder OUT, if that is set."""
+    """The findings of a script, printed as they come; `keep` writes them to the folder OUT, if that is set."""
 
     def __init__(self, script: str) -> None:
         self.script, self.found = Path(script), {}  # type: ignore[var-annotated]

@@ -1,4 +1,4 @@
-"""Compiles what a sweep will run, in several processes, so that the sweep itself spends its time on measuring.
+"""Compiles the kernels of a sweep in several processes, so that the sweep itself spends its time on measuring.
 
     python benchmarks/warm.py --processes 9 --seconds 90 [--room ROOM ...] [--seed 0] [--cases 200]
 
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from gossamer.cli.bench.runner import Settings, run_case
-from gossamer.cli.bench.sweep import draw_cases
+from benchmarks.engine.random_cases import draw_cases
+from benchmarks.engine.runner import Settings, run_case
 
 
 def _warm(share: int, options: argparse.Namespace, deadline: float) -> None:

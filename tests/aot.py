@@ -56,7 +56,8 @@ def examples() -> dict[str, tuple[Any, dict[str, Any]]]:
 def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
     """What `compile_kernel` takes, from an example as the kernel's file gives it: constexprs, options of a launch, and
     of other arguments what their names do not say. That is a type, the block of a tensor descriptor, None for a pointer
-    that is absent, or a number that the kernel is compiled for. A signature and constexprs may stand by themselves."""
+    that is absent, or a number that the kernel is compiled for. Of an argument that is a tuple they say all. A
+    signature and constexprs may stand by themselves."""
     kernel = kernel.fn
     given = _OPTIONS | given | given.get("signature", {}) | given.get("constexprs", {})
     unknown = given.keys() - {*kernel.arg_names, *_OPTIONS, "signature", "constexprs"}
@@ -92,14 +93,18 @@ def compile_kernel(kernel: Any, example: dict[str, Any], target: str) -> Any:
     kernel = kernel.fn
     names = kernel.arg_names
     absent = {name: None for name, kind in example["signature"].items() if kind is None}
-    constexprs = {**absent, **example["constexprs"]}
+    constexprs: dict[Any, Any] = {**absent, **example["constexprs"]}
     signature = example["signature"] | dict.fromkeys(constexprs, "constexpr")
     skip = {names[i] if isinstance(i, int) else i for i in kernel.do_not_specialize or ()}
-    attrs = {
-        (names.index(name),): [["tt.divisibility", 16]]
-        for name, kind in signature.items()
-        if name not in skip and (kind.startswith("*") or kind in ("i32", "i64"))
-    }
+    attrs = {}
+    for name, kind in signature.items():
+        at = names.index(name)
+        if isinstance(kind, tuple):
+            constexprs |= {(at, i): None for i, part in enumerate(kind) if part is None}
+            attrs |= {(at, i): [["tt.divisibility", 16]] for i, part in enumerate(kind) if part is not None}
+            signature[name] = tuple(part or "constexpr" for part in kind)
+        elif name not in skip and (kind.startswith("*") or kind in ("i32", "i64")):
+            attrs[at,] = [["tt.divisibility", 16]]
     ordered = {name: signature[name] for name in names}
     make = GluonASTSource if isinstance(kernel, GluonJITFunction) else ASTSource
     source = make(fn=kernel, signature=ordered, constexprs=constexprs, attrs=attrs)

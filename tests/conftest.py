@@ -25,7 +25,7 @@ from gossamer.cli import environment
 MODE = "interpreter" if INTERPRET else "gpu" if torch.cuda.is_available() else "cpu"
 SOURCES = Path(gossamer.__file__).parent
 INTERPRETED = {folder.parent.name for folder in SOURCES.glob("*/_triton")}
-INTERPRETED_TOO = (Path("test_empty.py"), Path("_core/test_launch.py"))
+INTERPRETED_TOO = (Path("test_empty.py"), Path("test_strides.py"), Path("_core/test_launch.py"))
 DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 hypothesis.settings.register_profile(

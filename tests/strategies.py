@@ -114,12 +114,17 @@ def changed(rows: Any, **parts: Any) -> Any:
 
 
 def with_index(format: str, index: int, dtype: torch.dtype, device: torch.device) -> Rows:
-    """Three rows of 30 columns with two ones each; the second has one at column 0, and one at `index`."""
-    indices = torch.tensor([[3, 4], [0, index], [1, 2]], dtype=torch.int32, device=device).sort(1).values
+    """Three rows of 30 columns with two ones each; the second has one at column 0, and one at `index`, which is put
+    there once the container is made: the constructor would refuse it."""
+    indices = torch.tensor([[3, 4], [0, 29], [1, 2]], dtype=torch.int32, device=device)
     values = torch.ones(3, 2, dtype=dtype, device=device)
+    rows: Rows
     if format == "ell":
-        return ELL(values, indices, torch.full((3,), 2, dtype=torch.int32, device=device), (3, 30))
-    return CSR(torch.arange(0, 7, 2, device=device), indices.flatten(), values.flatten(), (3, 30))
+        rows = ELL(values, indices, torch.full((3,), 2, dtype=torch.int32, device=device), (3, 30))
+    else:
+        rows = CSR(torch.arange(0, 7, 2, device=device), indices.flatten(), values.flatten(), (3, 30))
+    indices[1] = torch.tensor(sorted((0, index)), dtype=torch.int32, device=device)
+    return rows
 
 
 def containers(dtype: torch.dtype, device: torch.device) -> st.SearchStrategy[Rows]:

@@ -26,8 +26,8 @@ def test_examples(name: str) -> None:
     names = {"torch": torch, "gossamer": gossamer}
     for other in ("rowsparse", "testing", "gemm", "sae", name):
         room = importlib.import_module(f"gossamer.{other}")
-        names |= {key: getattr(room, key) for key in room.__all__} | {other: room}
-    room = names[name]
+        names |= {other: room} | {key: getattr(room, key) for key in room.__all__}
+    room = importlib.import_module(f"gossamer.{name}")
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     finder = doctest.DocTestFinder(recurse=False)
     tests = finder.find(room, name, globs=dict(names))
@@ -67,6 +67,20 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
                 assert list(names[name].shape) == [int(size) for size in shape.split(",")]  # type: ignore[attr-defined]
 
 
+def test_the_first_example_reconstructs_its_input(capsys: pytest.CaptureFixture[str]) -> None:
+    """As README says below it: an error near or above 1 would be that of an autoencoder that does not work."""
+    pytest.importorskip("sae_lens")
+    torch.manual_seed(0)
+    exec(_blocks("README.md")[0][1], {})
+    said = capsys.readouterr().out
+    errors = re.search(r"unexplained variance: ([\d.]+) unpatched, ([\d.]+) patched", said)
+    assert errors is not None and all(float(error) < 0.1 for error in errors.groups()), said
+    shown = (
+        (HOUSE / "README.md").read_text(encoding="utf-8").partition("before and after:\n\n```\n")[2].partition("```")[0]
+    )
+    assert [line.split(":")[0] for line in said.splitlines()] == [line.split(":")[0] for line in shown.splitlines()]
+
+
 def _blocks(page: str) -> list[tuple[str, str]]:
     """(language, content) of the blocks of a page that are meant to be run, in order."""
     text = (HOUSE / page).read_text(encoding="utf-8")
@@ -77,6 +91,7 @@ def _blocks(page: str) -> list[tuple[str, str]]:
 def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every block as it stands, one after the other; in shorter time, and with a small model in the place of GPT-2."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("sae_lens")
+    from demo import __main__ as demo
     from gossamer.cli import main
     from tests.integrations.test_transformers import byte_level
 
@@ -95,8 +110,10 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
             continue
         for command in content.splitlines():
             name, *arguments = shlex.split(command.replace("-model 20", "-model 3").replace("-sae 20", "-sae 5"))
-            outcome = CliRunner().invoke(main, arguments)
-            assert name == "gossamer" and outcome.exit_code == 0, outcome.output
+            program = main if name == "gossamer" else demo.main
+            arguments = arguments if name == "gossamer" else arguments[arguments.index("demo") + 1 :]
+            outcome = CliRunner().invoke(program, arguments)
+            assert outcome.exit_code == 0, outcome.output
     assert languages.count("sh") == 3 and languages.count("python") == 6
     assert names["found"].rows == len(names["source"]) > 0
     assert names["together"].max() > 0 and names["latents"].shape == (2048, 4096)

@@ -19,7 +19,7 @@ from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
-from tests.test_operators import Recorder, registered
+from tests.recorded import Recorder, registered
 
 Draw = Callable[..., Tensor]
 Results = Iterator[Tensor]
@@ -111,9 +111,7 @@ def _ffn(draw: Draw, m: int, n: int, d: int) -> Results:
     for method in ("auto", "gather", "union", "dense"):
         yield ffn.gated(x, gate, up, down, method=method)
         yield ffn.plain(x, up, down, method=method)
-    yield from sparse_ffn(
-        x, gate, None, None, up, None, down, down.t().contiguous(), None, True, False, 1, False, False
-    )
+    yield from sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1)
 
 
 def _selected(draw: Draw, b: int, t: int, s: int) -> Results:

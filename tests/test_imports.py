@@ -21,9 +21,11 @@ RANK = {
     "blocksparse": 3,
     "sparsity": 4,
     "nn": 5,
-    "integrations": 6,
+    "extract": 6,
+    "train": 6,
     "testing": 6,
-    "cli": 7,
+    "integrations": 7,
+    "cli": 8,
 }
 
 BLOCKED = """

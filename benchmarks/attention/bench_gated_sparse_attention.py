@@ -17,7 +17,7 @@ from torch import Tensor
 
 from benchmarks.attention.bench_select_topk import drifting
 from benchmarks.attention.bench_sparse_attention import pinned
-from gossamer.cli.bench import Case, Provider
+from benchmarks.engine import Case, Provider
 from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
 
 ROWS = 64

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, error_beside_mean
 from gossamer.attention import Selection, indexer_loss, sparse_attention
-from gossamer.cli.bench import Case, Provider, error_beside_mean
 from gossamer.nn import GatedSparseAttention
 from gossamer.testing import random_selection
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider
 from gossamer import attention
-from gossamer.cli.bench import Case, Provider
 
 HEADS, D = 4, 64
 _SLAB = 1 << 23

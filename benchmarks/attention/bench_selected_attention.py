@@ -16,8 +16,8 @@ from torch import Tensor
 
 from benchmarks.attention.bench_select_topk import drifting
 from benchmarks.attention.bench_sparse_attention import dense, dense_name
+from benchmarks.engine import Case, Provider
 from gossamer import attention
-from gossamer.cli.bench import Case, Provider
 
 ROWS = 64
 INDEXER_HEADS, INDEXER_WIDTH = 4, 64

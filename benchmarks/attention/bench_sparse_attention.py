@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.engine import Case, Provider, error_beside_mean
 from gossamer.attention import Selection, sparse_attention, sparse_decode
-from gossamer.cli.bench import Case, Provider, error_beside_mean
 from gossamer.testing import random_selection
 
 
@@ -58,7 +58,7 @@ def scattered(T: int, k: int, batch: int, device: torch.device, generator: torch
         drawn = torch.rand(batch, len(rows), T, device=device, generator=generator)
         words.append(Selection.from_mask(seen & (drawn * (rows + 1) < k), 0).words)
     # What a block's queries take if no key is taken twice: nobody may promise less.
-    return Selection.from_words(torch.cat(words, 2), T, min(T, 64 * k))
+    return Selection(torch.cat(words, 2), T)
 
 
 LAST = 512
@@ -92,7 +92,7 @@ def attention_case(
     first = 0 if beside is None and T <= 8192 else max(0, T - LAST) // 64 * 64
     result, reference = partial(_first_head, first), partial(_exact, training=training, first=first)
     # Each way by itself shows where the choice between them should change.
-    ways = ("tiles", "lists", *(("dense",) if dtype == torch.float32 else ())) if T <= 8192 and beside is None else ()
+    ways = ("tiles", "lists") if T <= 8192 and beside is None else ()
     peers = [
         Provider(
             dense_name(dtype), run(dense), result=partial(_dense_result, training=training, first=first),
@@ -231,7 +231,7 @@ def decode_case(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, B: i
             torch.randn(B, *n, D, device=device, generator=generator).to(dtype) for n in ((H, 1), (G, T), (G, T))
         )
         taken = torch.rand(B, 1, T, device=device, generator=generator).topk(k, -1).indices
-        return [(q, keys, values, Selection.from_indices(taken, T, capacity=k))]
+        return [(q, keys, values, Selection.from_indices(taken, T))]
 
     def reference(q: Tensor, keys: Tensor, values: Tensor, selection: Selection | None) -> tuple[Tensor]:
         keys, values = (x.double().repeat_interleave(H // G, 1) for x in (keys, values))

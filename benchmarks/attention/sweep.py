@@ -7,7 +7,7 @@ from random import Random
 import torch
 
 from benchmarks.attention import bench_select_topk, bench_sparse_attention
-from gossamer.cli.bench import Case, log_uniform
+from benchmarks.engine import Case, log_uniform
 
 RANGES = (
     "T 64-32,768, k 16 to half of T, heads 1-32 in groups of 1-8, D 32-128, batch 1-4, log-uniform; selections that "

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.engine import Case, Provider
 from gossamer.blocksparse import Layout, attention
-from gossamer.cli.bench import Case, Provider
 
 Tensors = tuple[Tensor, ...]
 

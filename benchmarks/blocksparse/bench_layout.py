@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, copies
 from gossamer.blocksparse import Layout, select_blocks
-from gossamer.cli.bench import Case, Provider, copies
 
 Tensors = tuple[Tensor, ...]
 HEADS = 16

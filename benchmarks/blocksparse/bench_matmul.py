@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, copies
 from benchmarks.peers import block_sparse as peers
 from gossamer import blocksparse
-from gossamer.cli.bench import Case, Provider, copies
 
 Inputs = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 

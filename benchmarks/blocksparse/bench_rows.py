@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.engine import Case, Provider, copies
 from benchmarks.peers import block_sparse as peers
 from gossamer import blocksparse
 from gossamer.blocksparse import BlockSparseTensor
-from gossamer.cli.bench import Case, Provider, copies
 
 Inputs = tuple[Tensor, Tensor]
 Op = tuple[Callable[..., Any], Callable[[Tensor], Tensor], float]

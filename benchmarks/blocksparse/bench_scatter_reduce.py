@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, copies
 from benchmarks.peers import block_sparse as peers
 from gossamer import blocksparse
-from gossamer.cli.bench import Case, Provider, copies
 
 Inputs = tuple[Tensor, Tensor, Tensor]
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, copies
+from benchmarks.engine.case import BUDGETS
 from benchmarks.peers import block_sparse as peers
 from gossamer import blocksparse
-from gossamer.cli.bench import Case, Provider, copies
-from gossamer.cli.bench.case import BUDGETS
 
 COPIES = 512
 """Copies of the inputs at most, which calls rotate among."""

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
+from benchmarks.engine import Case, Provider
 from gossamer.blocksparse import Layout, global_tokens, sliding_window
-from gossamer.cli.bench import Case, Provider
 from gossamer.nn import BlockSparseAttention
 
 WINDOW, GLOBAL = 256, 64

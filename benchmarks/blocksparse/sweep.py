@@ -8,7 +8,7 @@ from random import Random
 import torch
 
 from benchmarks.blocksparse import bench_attention, bench_matmul, bench_softmax
-from gossamer.cli.bench import Case, log_uniform
+from benchmarks.engine import Case, log_uniform
 
 RANGES = (
     "n 128-8,192 (attention: T to 16,384, heads 1-32, D 64 or 128), log-uniform, whole blocks of 16, 32, 64 or 128 "
@@ -22,8 +22,8 @@ hundreds of small ones would take longer than to time them."""
 def draw(random: Random, device: torch.device, quick: bool) -> Case:
     """One shape, block, sparsity and dtype of one operator, beside dense PyTorch.
 
-    The other peers search tiles or compile for each shape anew, which takes seconds: `gossamer bench blocksparse` has
-    them.
+    The other peers search tiles or compile for each shape anew, which takes seconds: `python -m benchmarks
+    blocksparse` has them.
     """
     case = _case(random, device, quick)
     return replace(case, providers=tuple(p for p in case.providers if p.ours or p.name.startswith("dense")))

@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn import functional as F
 
+from benchmarks.engine import Case, Provider, copies, error_beside_mean, relative_error
+from benchmarks.engine.case import BUDGETS
+from benchmarks.engine.timing import matmul_precision
 from gossamer import ffn, nn
-from gossamer.cli.bench import Case, Provider, copies, error_beside_mean, relative_error
-from gossamer.cli.bench.case import BUDGETS
-from gossamer.cli.bench.timing import matmul_precision
 from gossamer.gemm import JumpReLU
 from gossamer.testing import inputs_for, random_rows
 

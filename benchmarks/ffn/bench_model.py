@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider
 from benchmarks.ffn.model import Decoder, Layer, Sizes, make
-from gossamer.cli.bench import Case, Provider
 
 PLAIN = 8192
 LAYERS = ((38, 24), (18, 33), (8, 39))

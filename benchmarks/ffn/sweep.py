@@ -6,8 +6,8 @@ from random import Random
 
 import torch
 
+from benchmarks.engine import Case, log_uniform
 from benchmarks.ffn import bench_block
-from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "M 1-32,768, K 128-8,192, N 256-32,768; ReLU, its square or JumpReLU; active neurons a row 1 to N, log-uniform; up "

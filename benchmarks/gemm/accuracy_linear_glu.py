@@ -25,9 +25,9 @@ from rich.table import Table
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.engine import report
+from benchmarks.engine.command import command_line, slug
 from gossamer import gemm
-from gossamer.cli.bench import report
-from gossamer.cli.bench.command import command_line, slug
 from gossamer.cli.environment import describe, provenance, resolve_device
 from gossamer.cli.folder import make_folder
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.engine import Case, Provider, random_matrix
 from gossamer import gemm
-from gossamer.cli.bench import Case, Provider, random_matrix
 
 # Tokens, hidden size, intermediate size. 256 and 512 are chunks of a prefill, 1 to 128 tokens a step of decoding.
 LLAMA = [

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.engine import Case, Provider, copies, random_matrix
 from gossamer import gemm, sae
-from gossamer.cli.bench import Case, Provider, copies, random_matrix
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.engine import Case, Provider, error_beside_mean, random_matrix
 from gossamer import nn
-from gossamer.cli.bench import Case, Provider, error_beside_mean, random_matrix
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:

@@ -33,10 +33,10 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from benchmarks.engine import report
+from benchmarks.engine.command import command_line, slug
+from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.gemm.bench_linear_glu import linear_glu
-from gossamer.cli.bench import report
-from gossamer.cli.bench.command import command_line, slug
-from gossamer.cli.bench.runner import CaseResult, Settings, run_case
 from gossamer.cli.environment import describe, provenance, resolve_device
 from gossamer.cli.folder import make_folder
 

@@ -6,8 +6,8 @@ from random import Random
 
 import torch
 
+from benchmarks.engine import Case, log_uniform
 from benchmarks.gemm import bench_linear_glu, bench_linear_pack, bench_mlp
-from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "linear_glu and gated_mlp: M 1-32,768, K 64-16,384, N 64-32,768 (gated_mlp: multiples of 16); linear_pack: N to "

@@ -43,14 +43,6 @@ time."""
 ROW_TILES = [(256, 1), (512, 1), (1024, 1), (1024, 2), (2048, 1), (2048, 2), (4096, 4)]
 """Steps of K at a time and warps of the kernel for a single row."""
 
-POINTER_TILES = {
-    16: [(16, 256, 2, 4), (32, 128, 4, 3), (32, 256, 4, 3), (32, 256, 4, 4), (64, 128, 4, 3), (64, 128, 4, 4)],
-    32: [(32, 128, 4, 3), (64, 64, 4, 4), (64, 64, 4, 5), (64, 128, 4, 3)],
-    64: [(32, 128, 4, 3), (32, 64, 4, 4), (64, 64, 4, 4), (64, 64, 4, 5)],
-    128: [(32, 64, 4, 4), (32, 64, 4, 5), (64, 64, 8, 3), (64, 64, 8, 4)],
-}
-"""By rows of a tile: columns, steps of K at a time, warps and stages of the kernel that reads through pointers."""
-
 
 def variants(m: int) -> dict[str, tuple[tune.Change, ...]]:
     """What to replace for each variant at m rows."""
@@ -59,14 +51,6 @@ def variants(m: int) -> dict[str, tuple[tune.Change, ...]]:
     for inner, warps in ROW_TILES if m == 1 else ():
         tile = Tile({"BLOCK_K": inner, "VEC": 8}, warps)
         found[f"row: {inner} of K, {warps} warps"] = ((usual, "row_tile", lambda k, size, tile=tile: tile), plans)
-    height = next((height for height in POINTER_TILES if 1 < m <= height), 0)
-    for columns, inner, warps, stages in POINTER_TILES.get(height, ()):
-        tile = Tile({"BLOCK_M": height, "BLOCK_N": columns, "BLOCK_K": inner, "GROUP_M": 8}, warps, stages)
-        found[f"pointers: {columns} columns, {inner} of K, {warps} warps, {stages} stages"] = (
-            (usual, "tile_of", lambda m, device, tile=tile: tile),
-            (usual, "choose_path", lambda *_: "tiles"),
-            plans,
-        )
     on_hopper = itertools.product(*(((4,), (16,)) if m <= 1024 else ((3, 4), (8, 16))), SCHEDULES)
     for stages, group, schedule in on_hopper if CUDA and m > 1 else ():
         found[f"{stages} stages, {group} rows, {schedule}"] = (

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, random_rows
 from benchmarks.sae.bench_decode import REAL
-from gossamer.cli.bench import Case, Provider, random_rows
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:

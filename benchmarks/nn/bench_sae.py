@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, random_matrix
 from gossamer import nn
-from gossamer.cli.bench import Case, Provider, random_matrix
 
 NAMES = ("W_enc", "W_dec", "b_enc", "b_dec", "log_threshold")
 BANDWIDTH, L0_COEFFICIENT = 0.25, 1e-3

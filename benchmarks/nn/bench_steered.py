@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider
 from benchmarks.nn.bench_sae import (
     gradients,
     jumprelu_loss,
@@ -25,7 +26,6 @@ from benchmarks.nn.bench_sae import (
     reference,
 )
 from gossamer import nn
-from gossamer.cli.bench import Case, Provider
 
 WARM_UP = 300
 

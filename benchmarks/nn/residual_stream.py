@@ -1,7 +1,7 @@
 """TopK and JumpReLU with their defaults on the residual stream of the demo's byte model: what they explain at one L0.
 
 Usage: python benchmarks/nn/residual_stream.py [--seconds-model 60] [--d-sae 1024] [--steps 600] [--l0 10 20 40]
---out FILE.json [--plot FILE.png]. Trains the model of `gossamer demo` once, then each autoencoder with Adam on the same
+--out FILE.json [--plot FILE.png]. Trains the demo's model once, then each autoencoder with Adam on the same
 rows in the same order, at one rate that falls over the last quarter.
 """
 
@@ -18,12 +18,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from demo import measure
+from demo.model import ByteModel, ModelConfig
+from demo.text import load_corpus
+from demo.train import Clock, activations, train_model, variance_explained
 from gossamer import nn
 from gossamer.cli import environment
-from gossamer.cli._demo import measure
-from gossamer.cli._demo.model import ByteModel, ModelConfig
-from gossamer.cli._demo.text import load_corpus
-from gossamer.cli._demo.train import Clock, activations, train_model, variance_explained
 
 POOL_CONTEXTS, VALIDATION_CONTEXTS = 1024, 64
 

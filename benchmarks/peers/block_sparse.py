@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Provider
 from gossamer import blocksparse
-from gossamer.cli.bench import Provider
 
 BATCH = 4
 PUBLISHED = (

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, copies, random_matrix, random_rows
 from benchmarks.peers import torch_peers
 from gossamer import rowsparse
-from gossamer.cli.bench import Case, Provider, copies, random_matrix, random_rows
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, copies, error_beside_mean, random_matrix, random_rows
 from gossamer import rowsparse
-from gossamer.cli.bench import Case, Provider, copies, error_beside_mean, random_matrix, random_rows
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:

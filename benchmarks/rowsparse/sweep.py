@@ -6,8 +6,8 @@ from random import Random
 
 import torch
 
+from benchmarks.engine import Case, log_uniform
 from benchmarks.rowsparse import bench_matmul, bench_pack, bench_sampled_matmul
-from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "M 1-32,768, N 64-131,072, D 64-8,192, entries a row 1 to all, log-uniform; at most 2^29 elements and 2^40 "

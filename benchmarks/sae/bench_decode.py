@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, copies, random_matrix, random_rows
 from benchmarks.peers import torch_peers
 from gossamer import rowsparse, sae
-from gossamer.cli.bench import Case, Provider, copies, random_matrix, random_rows
 from gossamer.rowsparse.pack import default_capacity
 
 # (name, F, D, L0) of the five pretrained SAEs that the article measures.

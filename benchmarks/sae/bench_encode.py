@@ -8,8 +8,8 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
+from benchmarks.engine import Case, Provider, copies, random_matrix
 from gossamer import sae
-from gossamer.cli.bench import Case, Provider, copies, random_matrix
 from gossamer.gemm import BatchTopK, JumpReLU, TopK
 
 

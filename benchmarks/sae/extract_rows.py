@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from gossamer import nn, sae
+from gossamer import extract, nn
 from gossamer.cli import environment
 
 D_IN, K = 64, 32
@@ -32,11 +32,11 @@ def run(folder: Path, out: Path, d_sae: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     print("begun", flush=True)
     start = time.perf_counter()
-    found = sae.extract(folder / "activations.npy", model, out, shard_rows=16384)
+    found = extract.extract(folder / "activations.npy", model, out, shard_rows=16384)
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
-    sae.Extraction.check(out)
+    extract.Extraction.check(out)
     result = {"seconds": seconds, "check_seconds": time.perf_counter() - start}
     result |= {"rows": found.rows, "nnz": found.nnz, "peak_mib": peak / 1024}
     print(json.dumps(result | {"before_mib": before / 1024}))

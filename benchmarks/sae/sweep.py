@@ -6,8 +6,8 @@ from random import Random
 
 import torch
 
+from benchmarks.engine import Case, log_uniform
 from benchmarks.sae import bench_decode, bench_encode
-from gossamer.cli.bench import Case, log_uniform
 
 RANGES = (
     "B 1-32,768, d_in 64-8,192, d_sae 512-131,072, L0 1 to all (encode but ReLU: to half), log-uniform; at most 2^29 "

@@ -341,7 +341,6 @@ def random_selection(
     batch: int = 1,
     scopes: int = 1,
     jaccard: tuple[float, float] = (0.9, 0.8),
-    capacity: int | None = None,
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
 ) -> Selection:
@@ -356,7 +355,6 @@ def random_selection(
         batch, scopes: B and S.
         jaccard: how many of their keys two queries share, of all that either takes: at distance 1, and at distance 64.
             The second is below the first, and both are approximate.
-        capacity: slots of each list of the selection; None takes 2 k.
         device, generator: as in `torch.randn`; the generator must be on `device`.
 
     Returns:
@@ -393,7 +391,7 @@ def random_selection(
             seen = torch.zeros(seen_score.shape, dtype=torch.bool, device=device).scatter_(2, best, True) & seen
         words[:, block, :last] = (seen.long() << at[: len(queries), None]).sum(-2)
         score = torch.where(moment < 64, new, score)
-    return Selection.from_words(words.view(batch, scopes, blocks, t), t, 2 * k if capacity is None else capacity)
+    return Selection(words.view(batch, scopes, blocks, t), t)
 
 
 def inputs_for(pattern: Tensor, weight: Tensor, *, steps: int = 20) -> tuple[Tensor, Tensor]:

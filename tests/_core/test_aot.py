@@ -19,11 +19,13 @@ pytestmark = pytest.mark.native
 # Bytes of stack a kernel may have on sm_90: what ptxas moves there, outside every loop over data, to fit one more
 # program on an SM. Of the first it is four words, read once a row. Of the second it is 13, in its loop too, with which
 # two programs on an SM took 1.88 ms where one took 2.72. Of the third it is eight, outside its loop, with which three
-# took 4.02 ms where two took 4.55.
+# took 4.02 ms where two took 4.55. Of the fourth it is 50, in one of its kinds of tile: with a
+# tenth of 16,384 rows dense both passes of a block took 3.5 ms, with none 2.1, and with all by dense products 4.6.
 STACK = {
     "_triton._row_kth_kernel": 16,
     "_triton._sparse_attention_fwd_kernel": 64,
     "_triton._candidates_kernel": 32,
+    "_triton._ffn_train_heavy_bwd_kernel": 200,
 }
 KERNELS = aot.examples()
 
@@ -62,13 +64,13 @@ def test_partial_sums_stay_apart(name: str) -> None:
 
 
 @pytest.mark.parametrize("hopper, targets", [(True, ["sm_90"]), (False, list(aot.TARGETS))])
-@pytest.mark.parametrize("m", [16, 32, 64, 128, 129])
+@pytest.mark.parametrize("m", [16, 32, 64])
 def test_every_tile_of_linear_glu_fits(
     m: int, hopper: bool, targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "hopper", lambda device: hopper)
     tile = linear_glu.tile_of(m, torch.device("cuda", 0))
-    kernel, example = KERNELS["_triton._linear_glu_kernel"]
+    kernel, example = KERNELS["_triton._linear_glu_few_kernel"]
     sizes = example["constexprs"] | tile.sizes
     example = example | {"constexprs": sizes, "num_warps": tile.warps, "num_stages": tile.stages}
     for target in targets:

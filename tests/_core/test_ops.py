@@ -201,3 +201,33 @@ def test_gradients_come_in_batches(format: str) -> None:
     batched = torch.autograd.grad(values, x, many, is_grads_batched=True, retain_graph=True)[0]
     alone = [torch.autograd.grad(values, x, one, retain_graph=True)[0] for one in many]
     torch.testing.assert_close(batched, torch.stack(alone))
+
+
+def test_a_launcher_gets_contiguous_tensors_but_for_strided_ones(
+    register: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ops, "INTERPRET", True)
+    seen: list[tuple[Any, ...]] = []
+
+    def launcher(x: Tensor, y: Tensor, z: Tensor | None, into: Tensor, factor: int, last: Tensor | None) -> Tensor:
+        seen.append((x, y, z, into, factor, last))
+        return x + y
+
+    operator = register(
+        "laid(Tensor x, Tensor y, Tensor? z, Tensor(a!) into, int factor, Tensor? last=None) -> Tensor",
+        lambda x, y, *_: x + y,
+        gpu=lambda: launcher,
+        strided=("y",),
+    )
+    x, y, z, into = (torch.randn(4, 6).t() for _ in range(4))
+    for call in (operator, ops.undispatched(operator, x, y)):
+        assert torch.equal(call(x, y, z, into, 2, None), x + y)
+        given = seen.pop()
+        assert given[0].is_contiguous() and torch.equal(given[0], x)
+        assert given[1].stride() == y.stride() and given[1].data_ptr() == y.data_ptr()
+        assert given[2].is_contiguous() and torch.equal(given[2], z)
+        assert given[3].data_ptr() == into.data_ptr() and given[4:] == (2, None)
+        call(x.contiguous(), y, None, into, 2, None)
+        assert seen.pop()[2] is None
+    with pytest.raises(AssertionError, match="laid_not has no argument w"):
+        register("laid_not(Tensor x) -> Tensor", lambda x: 2 * x, strided=("w",))

@@ -23,7 +23,7 @@ gossamer.__path__.append({source!r})
 CHECKS = """
 import join
 import doctest, torch
-from gossamer.cli.bench.runner import Settings, run_case
+from benchmarks.engine.runner import Settings, run_case
 from gossamer.room import row_energy as public
 from gossamer.room._triton import row_energy as kernels
 from room_benchmarks import cases
@@ -89,6 +89,6 @@ def test_it_compiles_and_is_measured(folder: Path) -> None:
 def test_its_style(folder: Path) -> None:
     pytest.importorskip("ruff")
     # The rest of the package is elsewhere.
-    ours = "lint.isort.known-first-party = ['gossamer']"
+    ours = "lint.isort.known-first-party = ['benchmarks', 'gossamer']"
     for command in (["check", "--config", ours], ["format", "--check"]):
         run(folder, "-m", "ruff", *command, "--config", str(ROOT / "pyproject.toml"), "src", "tests", "benchmarks")

@@ -31,7 +31,7 @@ def selection_calls(device: torch.device) -> None:
     out.sum().backward()
     select_topk(q, k, w, bias, k=12, window=2, sinks=1, granularity=4)
     found = select_topk(q, k, w, bias, k=9, window=2, sinks=1)
-    select_topk(q, k, w, lengths=lengths, adaptive=AdaptiveK("entropy", 2, 8, 16), capacity=5)
+    select_topk(q, k, w, lengths=lengths, adaptive=AdaptiveK("entropy", 2, 8, 16))
     Selection.from_mask(found.to_mask())
 
 
@@ -48,7 +48,8 @@ def sparse_calls(device: torch.device) -> None:
             q, k, v = leaf(2, 4, 33, 16), leaf(2, 2, 33, 16), leaf(2, 2, 33, 16)
             out, lse = sparse_attention(q, k, v, selection, return_lse=True, **options)
             (out.sum() + torch.where(lse.isfinite(), lse, 0).sum()).backward()
-            sparse_attention(q, k, v, selection, **options).sum().backward()
+            for path in ("tiles", "lists"):
+                sparse_attention(q, k, v, selection, path=path, **options).sum().backward()
     selection = Selection.from_mask(torch.rand(2, 33, 33, device=device) < 0.3)
     for given in (None, lengths):
         operands = (leaf(2, 3, 33, 8), leaf(2, 33, 8), leaf(2, 33, 3), leaf(3))

@@ -21,9 +21,9 @@ def test_neighbours_share_keys(near: float, far: float, device: torch.device, ge
 
 
 def test_scopes_differ(device: torch.device, generator: torch.Generator) -> None:
-    selection = random_selection(100, 10, batch=2, scopes=3, capacity=100, device=device, generator=generator)
+    selection = random_selection(100, 10, batch=2, scopes=3, device=device, generator=generator)
     words = selection.words.flatten(0, 1)
-    assert selection.words.shape == (2, 3, 2, 100) and selection.capacity == 100
+    assert selection.words.shape == (2, 3, 2, 100)
     assert all(not torch.equal(words[i], words[j]) for i in range(6) for j in range(i))
 
 

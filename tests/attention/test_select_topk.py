@@ -78,8 +78,6 @@ def test_it_is_a_stable_sort(
     )
     wanted = sorted_first(stored(case, q, k, w, bias), visible(case).to(device), 25, window, sinks)
     assert torch.equal(found.to_mask(), wanted)
-    assert torch.equal(found.counts, Selection.from_mask(wanted).counts)
-    assert torch.equal(found.indices, Selection.from_mask(wanted, found.capacity).indices)
 
 
 def test_stored_scores_are_the_scores(dtype: torch.dtype, device: torch.device) -> None:
@@ -154,7 +152,6 @@ def test_units_of_four_keys(
     found = select_topk(q, k, w, bias, k=24, granularity=4, **options)
     wanted = sorted_units(stored(case, q, k, w, bias), visible(case).to(device), 24, window, sinks)
     assert torch.equal(found.to_mask(), wanted)
-    assert torch.equal(found.indices, Selection.from_mask(wanted, found.capacity).indices)
     assert bool((wanted.sum(-1) <= 24).all())
 
 

@@ -20,18 +20,6 @@ def random_mask(shape: tuple[int, ...], density: float, device: torch.device) ->
     return (torch.rand(shape, generator=generator) < density).to(device)
 
 
-def lists(mask: Tensor, capacity: int) -> tuple[list[int], list[list[int]]]:
-    """Counts and lists, block by block, from a dense mask."""
-    b, s, tq, _ = mask.shape
-    found = [
-        torch.nonzero(mask[i, j, m : m + 64].any(0)).flatten().tolist()
-        for i in range(b)
-        for j in range(s)
-        for m in range(0, tq, 64)
-    ]
-    return [len(keys) for keys in found], [(keys + [-1] * capacity)[:capacity] for keys in found]
-
-
 @pytest.mark.parametrize("density", [0.0, 0.03, 1.0])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_mask_comes_back(shape: tuple[int, ...], density: float, device: torch.device) -> None:
@@ -39,18 +27,6 @@ def test_a_mask_comes_back(shape: tuple[int, ...], density: float, device: torch
     selection = Selection.from_mask(mask)
     assert torch.equal(selection.to_mask(), mask)
     assert (selection.num_queries, selection.num_keys) == shape[2:]
-
-
-@pytest.mark.parametrize("capacity", [None, 0, 10])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_lists_hold_the_union_of_a_block(shape: tuple[int, ...], capacity: int | None, device: torch.device) -> None:
-    mask = random_mask(shape, 0.03, device)
-    selection = Selection.from_mask(mask, capacity)
-    counts, indices = lists(mask, selection.capacity)
-    assert selection.counts.flatten().tolist() == counts
-    assert selection.indices.reshape(len(counts), -1).tolist() == indices
-    assert selection.overflowed.flatten().tolist() == [count > selection.capacity for count in counts]
-    assert torch.equal(selection.to_mask(), mask)
 
 
 def test_the_bit_of_a_query_in_the_word_of_a_key(device: torch.device) -> None:
@@ -107,7 +83,7 @@ def test_it_crosses_a_compiled_region_and_devices(compiled: object, device: torc
     selection = Selection.from_mask(mask)
     assert torch.equal(compiled(lambda s: s.to_mask())(selection), mask)  # type: ignore[operator]
     leaves, spec = _pytree.tree_flatten(selection)
-    assert len(leaves) == 3 and torch.equal(_pytree.tree_unflatten(leaves, spec).to_mask(), mask)
+    assert len(leaves) == 1 and torch.equal(_pytree.tree_unflatten(leaves, spec).to_mask(), mask)
     assert torch.equal(selection.to("cpu").to_mask(), mask.cpu())
 
 
@@ -117,34 +93,28 @@ def test_save_load_and_repr(device: torch.device) -> None:
     mask = random_mask((2, 1, 70, 30), 0.2, device)
     rule = AdaptiveK("variance", 2, 8, 16, mean=torch.tensor(0.02))
     file = io.BytesIO()
-    torch.save({"selection": Selection.from_mask(mask, 20), "rule": rule}, file)
+    torch.save({"selection": Selection.from_mask(mask), "rule": rule}, file)
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     selection, again = loaded["selection"], loaded["rule"]
-    assert torch.equal(selection.to_mask(), mask) and (selection.num_queries, selection.capacity) == (70, 20)
+    assert torch.equal(selection.to_mask(), mask) and selection.num_queries == 70
     assert (again.rule, again.k_min, again.k_base, again.k_max) == ("variance", 2, 8, 16) and again.mean == rule.mean
-    assert repr(selection.to("cpu")) == (
-        "Selection(batch=2, scopes=1, num_queries=70, num_keys=30, capacity=20, device=cpu)"
-    )
+    assert repr(selection.to("cpu")) == "Selection(batch=2, scopes=1, num_queries=70, num_keys=30, device=cpu)"
 
 
 @given(
     batch=st.integers(0, 2), scopes=st.integers(1, 3), tq=st.integers(0, 140), tk=st.integers(0, 90),
-    density=st.sampled_from([0.0, 0.02, 0.3, 1.0]), capacity=st.one_of(st.none(), st.integers(0, 100)),
+    density=st.sampled_from([0.0, 0.02, 0.3, 1.0]),
 )  # fmt: skip
-def test_conversions(batch: int, scopes: int, tq: int, tk: int, density: float, capacity: int | None) -> None:
-    """Mask, indices and words say the same, and lists hold what fits."""
+def test_conversions(batch: int, scopes: int, tq: int, tk: int, density: float) -> None:
+    """Mask, indices and words say the same."""
     device = torch.device("cuda" if torch.cuda.is_available() and not INTERPRET else "cpu")
     mask = random_mask((batch, scopes, tq, tk), density, device)
-    selection = Selection.from_mask(mask, capacity)
+    selection = Selection.from_mask(mask)
     assert torch.equal(selection.to_mask(), mask)
-    counts, indices = lists(mask, selection.capacity)
-    assert selection.counts.flatten().tolist() == counts
-    assert selection.indices.reshape(len(counts), selection.capacity).tolist() == indices
     found, there = selection.to_indices()
     assert int(there.sum()) == int(mask.sum()) and bool(((found >= 0) == there).all())
-    for same in (Selection.from_indices(found.flip(-1), tk), Selection.from_words(selection.words, tq)):
-        assert torch.equal(same.words, selection.words) and torch.equal(same.counts, selection.counts)
+    assert torch.equal(Selection.from_indices(found.flip(-1), tk).words, selection.words)
 
 
 @pytest.mark.parametrize("shape", [(0, 1, 3, 4), (1, 1, 0, 4), (1, 1, 3, 0)])
@@ -152,7 +122,6 @@ def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
     mask = torch.zeros(shape, dtype=torch.bool, device=device)
     selection = Selection.from_mask(mask)
     assert selection.to_mask().shape == shape
-    assert int(selection.counts.sum()) == 0
 
 
 @pytest.mark.native
@@ -162,8 +131,6 @@ def test_bad_input(device: torch.device) -> None:
         Selection.from_mask(mask.float())
     with pytest.raises(ValueError, match=r"Selection.from_mask: mask must have shape .* got \[3, 4\]"):
         Selection.from_mask(mask[0])
-    with pytest.raises(ValueError, match="capacity must be an int of at least 0, or None, got -1"):
-        Selection.from_mask(mask, -1)
     with pytest.raises(TypeError, match="indices must be int32 or int64, got float32"):
         Selection.from_indices(mask.float(), 4)
     with pytest.raises(ValueError, match=r"indices must lie in \[0, Tk\) with Tk = 4"):
@@ -172,9 +139,9 @@ def test_bad_input(device: torch.device) -> None:
         Selection.from_mask(mask).to_block_mask(32)
     good = Selection.from_mask(mask)
     with pytest.raises(ValueError, match=r"words must have shape .* = 2, got \[1, 1, 1, 4\]"):
-        Selection(good.words, good.counts, good.indices, 65)
-    with pytest.raises(TypeError, match="counts must be int32, got int64"):
-        Selection(good.words, good.counts.long(), good.indices, 3)
+        Selection(good.words, 65)
+    with pytest.raises(TypeError, match="words must be int64, got int32"):
+        Selection(good.words.int(), 3)
 
 
 @pytest.mark.parametrize("tq, tk, heads", [(130, 200, 1), (256, 256, 2), (40, 300, 1)])

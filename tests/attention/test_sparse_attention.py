@@ -129,9 +129,7 @@ def check(
             assert_close(a, reference64=b, plain=c, factor=factor, name=f"gradient of {name}")
 
 
-PATHS = pytest.mark.parametrize(
-    "path", ["lists", *(pytest.param(path, marks=pytest.mark.kernels) for path in ("tiles", "dense"))]
-)
+PATHS = pytest.mark.parametrize("path", ["lists", pytest.param("tiles", marks=pytest.mark.kernels)])
 """The CPU has one way."""
 CASES = [
     (1, 1, 1, 64, 64, 16, 1),
@@ -194,13 +192,12 @@ def test_options(options: dict[str, Any], path: str, device: torch.device, gener
     density=st.sampled_from([0.0, 0.05, 0.5, 1.0]),
     causal=st.booleans(),
     lengths=st.one_of(st.none(), st.lists(st.integers(0, 90), min_size=2, max_size=2)),
-    capacity=st.one_of(st.none(), st.integers(0, 60)),
-    path=st.sampled_from([None, "tiles", "lists", "dense"]),
+    path=st.sampled_from([None, "tiles", "lists"]),
 )
 def test_any_shape(
-    sizes: tuple[int, ...], d: int, shared: bool, density: float, causal: bool, lengths: Any, capacity: Any, path: Any
+    sizes: tuple[int, ...], d: int, shared: bool, density: float, causal: bool, lengths: Any, path: Any
 ) -> None:
-    """Batches, groups of heads, queries without keys, lists that are too short: results and gradients."""
+    """Batches, groups of heads, queries without keys: results and gradients."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     generator = torch.Generator(device).manual_seed(sum(sizes) + d)
     b, g, group, tq, tk = sizes
@@ -208,7 +205,7 @@ def test_any_shape(
     mask = random_mask((b, 1 if shared else g, tq, tk), density, generator)
     if lengths is not None:
         lengths = torch.tensor(lengths[:b], device=device).clamp(max=tk)
-    selection = Selection.from_mask(mask, capacity)
+    selection = Selection.from_mask(mask)
     check(q, k, v, selection, mask, generator, path=path, causal=causal, lengths=lengths)
 
 
@@ -372,7 +369,7 @@ def test_compiled(compiled: Any, device: torch.device, generator: torch.Generato
         ({"q": torch.ones(1, 4, 5, 4), "scopes": 3}, ValueError, "S = 1 scope, one for each of the G = 2 heads"),
         ({"lengths": torch.ones(2).long()}, ValueError, r"lengths must have shape \[B\] = \[1\] like q, got \[2\]"),
         ({"lengths": torch.ones(1)}, TypeError, "lengths must be int32 or int64, got float32"),
-        ({"path": "tile"}, ValueError, "path must be one of decode, tiles, lists, dense, .* got 'tile' with 5"),
+        ({"path": "tile"}, ValueError, "path must be one of decode, tiles, lists, .* got 'tile' with 5"),
         ({"scale": 0.0}, ValueError, "scale must be above 0 and finite, got 0.0. For another sign negate q"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -386,16 +383,7 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
 
 
 @pytest.mark.native
-@pytest.mark.parametrize(
-    "given, path",
-    [
-        ((16, 10**5), "decode"), ((1024, 1024), "tiles"), ((17, 1025), "lists"), ((8192, 8192, 8192), "lists"),
-        ((4096, 4096, 2048, 1 << 26), "dense"), ((4096, 4096, 2047, 1 << 26), "lists"),
-        ((512, 512, 512, (1 << 26) - 1), "tiles"), ((512, 512, 64, 1 << 26), "dense"),
-        ((91, 91, 91, 91 * 91 * 96, 96), "dense"), ((91, 91, 91, 0, 96), "tiles"),
-        ((3942, 3942, 1792, 1 << 31, 64), "lists"), ((3942, 3942, 1792, 1 << 31, 64, True), "dense"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize("given, path", [((16, 10**5), "decode"), ((1024, 1024), "tiles"), ((17, 1025), "lists")])
 def test_path(given: tuple[int, ...], path: str) -> None:
     assert choose_path(*given) == path
 

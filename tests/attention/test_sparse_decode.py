@@ -25,22 +25,22 @@ def paged(x: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Ten
 
 
 @pytest.mark.parametrize(
-    "b, h, g, tq, tk, d, s, capacity",
+    "b, h, g, tq, tk, d, s",
     [
-        (1, 1, 1, 1, 64, 16, 1, None),
-        (2, 4, 2, 1, 200, 24, 1, 20),
-        (1, 6, 2, 3, 333, 64, 2, None),
-        (1, 2, 2, 16, 90, 32, 2, 20),
-        (2, 4, 1, 1, 130, 16, 4, None),
+        (1, 1, 1, 1, 64, 16, 1),
+        (2, 4, 2, 1, 200, 24, 1),
+        (1, 6, 2, 3, 333, 64, 2),
+        (1, 2, 2, 16, 90, 32, 2),
+        (2, 4, 1, 1, 130, 16, 4),
     ],
 )
 def test_against_dense(
-    b: int, h: int, g: int, tq: int, tk: int, d: int, s: int, capacity: int | None, dtype: torch.dtype,
+    b: int, h: int, g: int, tq: int, tk: int, d: int, s: int, dtype: torch.dtype,
     device: torch.device, generator: torch.Generator,
 ) -> None:  # fmt: skip
     q, k, v = (x.detach() for x in inputs(b, h, g, tq, tk, d, dtype, device, generator))
     mask = random_mask((b, s, tq, tk), 0.3, generator)
-    selection = Selection.from_mask(mask, capacity)
+    selection = Selection.from_mask(mask)
     lengths = torch.randint(1, tk + 1, (b,), device=device, generator=generator)
     pages, table = paged(torch.cat([k, v], 3), 16, generator)
     for options in ({}, {"causal": False, "lengths": lengths}, {"scale": 0.3, "lengths": lengths.int()}):
@@ -54,6 +54,42 @@ def test_against_dense(
         ):
             assert_close(out, reference64=exact[0], plain=plain[0], length=tk, magnitude=magnitude, name="out")
             assert_close(lse.to(dtype), reference64=exact[1], plain=plain[1], name="lse")
+
+
+def test_many_chunks(device: torch.device, generator: torch.Generator, mode: str) -> None:
+    """More chunks of keys than programs, of which some lists are empty and some long."""
+    tk = 9000
+    q, k, v = (x.detach() for x in inputs(1, 4, 1, 2, tk, 16, torch.float32, device, generator))
+    mask = torch.zeros(1, 1, 2, tk, dtype=torch.bool, device=device)
+    mask[..., 0, 100:1500] = mask[..., 1, 3000:3010] = mask[..., 8990:] = True
+    out = sparse_decode(q, k, v, Selection.from_mask(mask))
+    exact, plain = (dense(*(x.to(t) for x in (q, k, v)), mask)[0] for t in (torch.float64, torch.float32))
+    assert_close(out, reference64=exact, plain=plain)
+
+
+@pytest.mark.parametrize("page", [-1, 9])
+def test_a_page_outside_of_the_pool(page: int, device: torch.device, mode: str) -> None:
+    """One in use raises on the CPU, and gives NaN where the host does not look; one that is not in use is not read."""
+    q, pool = torch.ones(1, 2, 2, 16, device=device), torch.ones(9, 16, 2, 16, device=device)
+    mask = torch.zeros(1, 1, 2, 48, dtype=torch.bool, device=device)
+    mask[..., :20] = True
+    mask[..., 1, 40] = True
+    given = (q, pool, pool, Selection.from_mask(mask))
+    options = {"causal": False, "lengths": torch.tensor([45], device=device)}
+    unused = torch.tensor([[3, 8, page]], device=device)
+    assert (
+        sparse_decode(*given, page_table=unused, causal=False, lengths=torch.tensor([40], device=device))
+        .isfinite()
+        .all()
+    )
+    if mode == "cpu":
+        with pytest.raises(
+            ValueError, match=rf"page_table must name pages in \[0, P\) with P = 9 .* got {min(page, 3)}"
+        ):
+            sparse_decode(*given, page_table=unused, **options)
+    else:
+        out = sparse_decode(*given, page_table=unused, **options)
+        assert out[:, :, 0].isfinite().all() and out[:, :, 1].isnan().all()
 
 
 @pytest.mark.parametrize(

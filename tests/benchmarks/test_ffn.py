@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from benchmarks.ffn import bench_block, bench_model
+from benchmarks.engine.runner import Settings, run_case
+from benchmarks.ffn import bench_block, bench_model, bench_training
 from benchmarks.ffn.model import Sizes, make
-from gossamer.cli.bench.runner import Settings, run_case
 
 CUDA = torch.device("cuda")
 SMALL = Sizes(4, 64, 320, 2, 256, 128)
@@ -23,6 +23,20 @@ def test_cases_of_a_gpu_cover_what_is_reported() -> None:
     assert len(set(blocks)) == len(blocks)
     assert {b[1] for b in blocks if b[0] == "gated" and b[4] == 29 and b[5] == "0%"} == {1, 4, 16, 2048, 16384, 65536}
     assert {b[4] for b in blocks if b[0] == "plain"} == {29, 100, 300, 900}
+
+
+@pytest.mark.native
+def test_training_cases_are_right(device: torch.device) -> None:
+    for case in bench_training.cases(device, True):
+        result = run_case(case, device, Settings(rounds=1, burst=0.0), 0)
+        outcomes = {o.provider.name: o.status for o in result.outcomes}
+        assert not result.failed and outcomes["gossamer"] == outcomes["gossamer, lists"] == outcomes["dense"] == "ok"
+    reported = {(c.name, *c.parameters.values()) for c in bench_training.cases(CUDA, False)}
+    assert {r[1:] for r in reported if r[4] == 29} == {
+        (16384, 2048, 5632, 29),
+        (8192, 2048, 5632, 29),
+        (16384, 2048, 8192, 29),
+    }
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import tables
-from gossamer.cli.bench.sweep import summary
+from benchmarks.engine.random_cases import summary
 
 
 def case(nnz: int, ours: float, dense: float) -> dict[str, Any]:
@@ -39,8 +39,8 @@ def row(table: list[str], name: str) -> list[str]:
 
 
 def test_a_result_that_is_not_there_is_said(results: Path) -> None:
-    assert row(tables.break_evens(), "ffn.gated")[1] == "not measured yet: `gossamer bench ffn`"
-    assert tables.sweeps() == ["No sweep is committed yet. `gossamer bench sweep` makes one."]
+    assert row(tables.break_evens(), "ffn.gated")[1] == "not measured yet: `python -m benchmarks ffn`"
+    assert tables.sweeps() == ["No sweep is committed yet. `python -m benchmarks sweep` makes one."]
 
 
 def test_break_evens_come_from_the_densities_that_were_measured(results: Path) -> None:
@@ -52,7 +52,7 @@ def test_break_evens_come_from_the_densities_that_were_measured(results: Path) -
 
 
 def sweep_file(cases: int, worst: float, room: str = "rowsparse") -> dict[str, Any]:
-    """As `gossamer bench sweep` writes it: every second case is at `worst`, the others at 2."""
+    """As `python -m benchmarks sweep` writes it: every second case is at `worst`, the others at 2."""
 
     def provider(name: str, seconds: float) -> dict[str, Any]:
         return {"name": name, "ours": name == "gossamer", "eager": {"median": seconds}, "graph": None}
@@ -72,12 +72,12 @@ def sweep_file(cases: int, worst: float, room: str = "rowsparse") -> dict[str, A
     return made | {"cases": records, "summary": summary(records)}
 
 
-def test_a_sweep_has_a_row_for_each_kind_of_case(results: Path) -> None:
+def test_a_sweep_has_a_row_for_each_kind_of_peer(results: Path) -> None:
     (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(sweep_file(8, 0.5)))
     made = tables.sweeps()
     figures = "8 | 50.0% | 50.0% | 1.00 | 0.50 | 50.0% |"
-    for name in ("rowsparse", "rowsparse/matmul"):
-        assert f"| `{name}` | dense PyTorch | {figures}" in made and f"| `{name}` | the best peer | {figures}" in made
+    for peer in ("dense PyTorch", "the best peer"):
+        assert f"| `rowsparse` | {peer} | {figures}" in made
     assert "- rowsparse: NVIDIA H200 (CUDA 13, driver 580), PyTorch 2.13, Triton 3.7, commit abc, `gossamer`." in made
 
 
@@ -133,14 +133,31 @@ def test_selecting_is_beside_dense_attention_by_length() -> None:
     assert line.split("|")[2].strip() == f"{times['dense SDPA, cuDNN'] / times['gossamer']:.2f}"
 
 
-def test_the_runs_of_the_tests_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    files = ("tests-nvidia-h200.json", "tests-nvidia-h100-80gb-hbm3.json")
-    runs = [run for file in files for run in json.loads((tables.RESULTS / file).read_text())["runs"]]
+def test_the_page_has_ten_tables_and_links_every_result() -> None:
+    page = tables.page()
+    assert page.count("| gossamer |") == len(tables.SECTIONS) == 10
+    for file in tables.RESULTS.glob("*.json"):
+        assert page.count(f"(../benchmarks/results/{file.name})") == 1, file
+
+
+def test_a_row_of_the_page() -> None:
+    """Ours, the dense way, and the fastest of the peers that do the same."""
+    found = case(10, 2.0, 4.0)
+    found["providers"].append({**found["providers"][1], "name": "peer", "eager": {"median": 3.0}})
+    for provider, memory in zip(found["providers"], (1, 4, 9)):
+        provider["peak_bytes"] = memory
+    (row,) = tables.times([found], named=False)[2:]
+    cells = [cell.strip() for cell in row.split("|")[2:-1]]
+    assert cells == ["2,000,000", "4,000,000", "3,000,000 peer", "1.50", "25%"]
+
+
+def test_the_last_runs_of_the_tests_on_a_gpu() -> None:
     lines = [line for line in tables.tests() if line.startswith("| `")]
-    assert len(lines) == len(runs)
-    for line, run in zip(lines, runs):
+    files = ("tests-nvidia-h200.json", "tests-nvidia-h100-80gb-hbm3.json")
+    runs = [run for file in files for run in tables.read(file)["runs"][-tables.LAST_RUNS :]]
+    for line, run in zip(lines, runs, strict=True):
         passed, failed, skipped = (run["counts"][name] for name in ("passed", "failed", "skipped"))
-        assert f"| `{run['commit']}` | {passed} | {failed} | {skipped} | {run['note']} |" in line
+        assert line.endswith(f"| `{run['commit']}` | {passed} | {failed} | {skipped} |")
 
 
 def test_places_are_filled_in_order() -> None:
@@ -149,15 +166,6 @@ def test_places_are_filled_in_order() -> None:
     assert tables.filled(page, ["one"], ["two"]) == f"before\n{made[0]}\nbetween\n{made[1]}\nafter\n"
     with pytest.raises(ValueError):
         tables.filled(page, ["one"], ["two"], ["three"])
-
-
-def test_power_is_energy_over_time() -> None:
-    found = case(10, 2.0, 4.0)
-    found["providers"][0]["joules"] = 1000.0
-    made = tables.amounts("power", "watts", [found], lambda number: f"{number:,.0f}")
-    assert made[-1] == "| M 512, K 64, N 1,000, nnz 10, bfloat16 | 500 |  |"
-    del found["providers"][0]["joules"]
-    assert tables.amounts("power", "watts", [found], str) == []
 
 
 def test_a_cpu_has_no_driver() -> None:

@@ -1,4 +1,4 @@
-"""Calls of the room's operators with every kind of argument, for `tests/test_operators.py`."""
+"""Calls of the room's operators with every kind of argument, for `tests/recorded.py`."""
 
 import torch
 

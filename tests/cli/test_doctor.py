@@ -51,7 +51,7 @@ def test_this_installation_is_well() -> None:
 def test_each_kernel_of_hopper_has_a_check_in_16_bits() -> None:
     kernels = {f"{file.parts[-3]}.{file.stem}" for file in Path(gossamer.__file__).parent.glob("*/_gluon/[a-z]*.py")}
     checked = {check.name for check in checks(torch.device("cpu")) if check.variant.startswith("bfloat16")}
-    assert {re.sub("_(backward|order)$", "", name) for name in kernels} == checked
+    assert {re.sub("_(backward|order)$", "", name) for name in kernels} <= checked
 
 
 @pytest.mark.parametrize(
@@ -129,7 +129,7 @@ def test_help_lists_the_commands_without_importing_torch() -> None:
     done = python(
         "import sys; from typer.testing import CliRunner; from gossamer.cli import main;"
         "out = CliRunner().invoke(main, ['--help']).output;"
-        "assert all(name in out for name in ('doctor', 'bench', 'demo')), out;"
+        "assert all(name in out for name in ('doctor', 'sae')), out;"
         "assert 'torch' not in sys.modules and 'matplotlib' not in sys.modules"
     )
     assert done.returncode == 0, done.stderr

@@ -2,6 +2,7 @@
 
 import copy
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.algorithms.join import Join
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -121,6 +123,45 @@ def case_sharded_training(rank: int, world: int, device: torch.device) -> None:
         assert repr(gathered) == repr(one) and f"latents={mine.start}:{mine.stop}" in repr(model)
 
 
+def case_ranks_with_unequal_numbers_of_batches(rank: int, world: int, device: torch.device) -> None:
+    """Under Join, where one rank has none at all: the run ends, and all ranks have the same parameters."""
+    x, found = batches(ROWS, device), []
+    for kind in KINDS:
+        model = make(kind, device)
+        if kind.endswith("steered"):
+            with pytest.raises(RuntimeError, match=r"nn.data_parallel: inside of Join .* starts from the rows of all"):
+                train_unevenly(nn.data_parallel(make(kind, device)), x[:1])
+            model.initialize_(x[0])
+        begun = {name: tensor.clone() for name, tensor in model.named_parameters()}
+        parallel = nn.data_parallel(model)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            train_unevenly(parallel, x[: (5, 3, 0)[rank]])
+        ours = [str(each.message) for each in said if "nn.data_parallel" in str(each.message)]
+        assert len(ours) == (rank < 2) and all("statistics" in each for each in ours)
+        # Outside of Join ranks agree on statistics again.
+        parallel(*given(model, x[0])).loss.backward()
+        whole = {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
+        sent = {name: [torch.empty_like(tensor) for _ in range(world)] for name, tensor in whole.items()}
+        for name, tensor in whole.items():
+            dist.all_gather(sent[name], tensor.contiguous())
+        found.append((kind, begun, sent))
+    for kind, begun, sent in found:
+        for name, all_ranks in sent.items():
+            assert all(torch.equal(each, all_ranks[0]) for each in all_ranks), f"{kind} {name}"
+            assert name not in begun or not torch.equal(all_ranks[0], begun[name]), f"{kind} {name}"
+
+
+def train_unevenly(parallel: torch.nn.Module, x: Tensor) -> None:
+    trained = DistributedDataParallel(parallel)
+    steps = optimizer(trained)
+    with Join([trained]):
+        for batch in x:
+            steps.zero_grad()
+            trained(*given(parallel.model, batch)).loss.backward()
+            steps.step()
+
+
 def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
     for kind in KINDS:
         one = make(kind, device, dtype=torch.bfloat16)
@@ -149,7 +190,7 @@ def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
     with pytest.raises(TypeError, match=r"nn\.shard: model must be a TopKSAE, .* got Linear"):
         nn.shard(torch.nn.Linear(2, 2))  # type: ignore[type-var]
     model = make("topk", device)
-    with pytest.raises(TypeError, match=r"nn\.shard: model must be .* got ShardedTopKSAE"):
+    with pytest.raises(TypeError, match=r"nn\.shard: model must be whole, got one that nn\.shard made"):
         nn.shard(nn.shard(model))
     with pytest.raises(ValueError, match=f"a latent for each of {world} ranks, got d_sae = 1"):
         nn.shard(nn.TopKSAE(4, 1, 1, device=device))

@@ -4,6 +4,7 @@ On a machine with two GPUs the same cases run there, over NCCL. One start is one
 what takes time; a failure names its case and rank.
 """
 
+import copy
 import json
 import os
 import re
@@ -14,12 +15,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from gossamer import nn, rowsparse, sae
 from tests.distributed.cases_sae import case_compile
 
 ROOT = Path(__file__).parents[2]
-FILES = ("cases_sae", "cases_nn")
+FILES = ("cases_sae", "cases_nn", "cases_train", "cases_mlp")
 
 
 def environment() -> dict[str, str]:
@@ -62,6 +65,22 @@ def test_it_compiles_in_a_group_of_one() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         case_compile(0, 1, torch.device("cpu"), kinds=("batchtopk",))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_neurons_over_ranks_compile_in_a_group_of_one() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        one = nn.GatedMLP(8, 24, "relu", l1=True)
+        many = parallelize_module(copy.deepcopy(one), init_device_mesh("cpu", (1,)), nn.NeuronParallel())
+        x = torch.randn(5, 8)
+        found, wanted = torch.compile(many, fullgraph=True, backend="aot_eager")(x), one(x)
+        torch.testing.assert_close(found.out, wanted.out)
+        (found.out.sum() + found.activity.l1).backward()
+        (wanted.out.sum() + wanted.activity.l1).backward()
+        for name, parameter in one.named_parameters():
+            torch.testing.assert_close(many.get_parameter(name).grad.full_tensor(), parameter.grad, msg=name)
     finally:
         dist.destroy_process_group()
 

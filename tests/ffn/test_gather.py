@@ -39,9 +39,9 @@ def test_light_rows_alone(
     for choice in (gather.CHOICE, gather.Choice(8, 16), gather.Choice(2, 64, registers=96)):
         out, nnz = a["x"].new_full((21, d), 7.0), torch.empty(21, dtype=torch.int32, device=device)
         listed = torch.empty(25, dtype=torch.int32, device=device)
-        heavy.start(listed, limit, None, 0)
+        heavy.start(listed, limit)
         down = (a["down"].t().contiguous(), None)
-        gather.gather(packed, a["x"], up, down, out, nnz, (listed, None), None, False, choice)
+        gather.gather(packed, a["x"], up, down, out, nnz, listed, None, False, choice)
         torch.testing.assert_close(out[light], want[light], rtol=tolerance, atol=tolerance)
         assert nnz.tolist() == counts.tolist() and listed[0] == (~light).sum()
         assert sorted(listed[4 : 4 + int(listed[0])].tolist()) == (~light).nonzero().flatten().tolist()

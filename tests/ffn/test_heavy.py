@@ -28,12 +28,12 @@ def test_the_rows_that_are_listed(
     up, down = (a["up"], a["up_bias"]) if gated else None, (a["down"].t().contiguous(), a["down_bias"])
     for some in (rows, rows[:3], rows[:0]):
         listed = torch.empty(74, dtype=torch.int32, device=device)
-        heavy.start(listed, 5, None, 0)
+        heavy.start(listed, 5)
         listed[0] = len(some)
         listed[4 : 4 + len(some)] = some
         out = torch.full((70, 20), 7.0, device=device)
         gate = (a["gate"], a["gate_bias"], None)
-        heavy.project((listed, None), a["x"], gate, up, down, a["down"], out, activation == "relu2")
+        heavy.project(listed, a["x"], gate, up, down, out, activation == "relu2")
         check({**a, "x": a["x"][some]}, out[some], activation)
         others = torch.ones(70, dtype=torch.bool, device=device)
         others[some] = False
@@ -51,14 +51,3 @@ def test_many_rows_by_columns(shift: float, generator: torch.Generator) -> None:
         out = call(by_columns, method=method)
         check(by_columns, out)
         assert out.equal(call(a, method=method))
-
-
-@pytest.mark.kernels
-def test_a_sample_decides(device: torch.device) -> None:
-    from gossamer.ffn._triton import heavy
-
-    listed = torch.empty(13, dtype=torch.int32, device=device)
-    counts = torch.full((5, 3), 2, dtype=torch.int16, device=device)
-    for most, limit in ((30, 6), (29, -1)):
-        heavy.start(listed, 6, counts, most)
-        assert listed[0] == 0 and (listed[1] < 0 if limit < 0 else listed[1] == 6)

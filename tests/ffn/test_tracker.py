@@ -48,18 +48,6 @@ def test_a_graph_and_a_compiled_region_go_by_the_device_alone(
                 assert tracker.path(way, grouped=False) == "union"
 
 
-def test_no_row_was_heavy(device: torch.device) -> None:
-    tracker = ffn.BlockTracker(lag=1)
-    assert not tracker.light
-    few = torch.tensor([3, 10, 0], dtype=torch.int32, device=device)
-    seen(tracker, few)
-    assert tracker.light
-    seen(tracker, few + 1)
-    assert not tracker.light
-    seen(tracker, few)
-    assert tracker.light
-
-
 def test_how_often_is_looked() -> None:
     tracker = ffn.BlockTracker(lag=1)
     assert [tracker.due(4) for _ in range(3)] == [True] * 3
@@ -88,10 +76,8 @@ def test_a_way_is_chosen_once_for_what_is_known() -> None:
 def test_what_is_light_may_become_heavy(device: torch.device, generator: torch.Generator) -> None:
     """The launch that expects no heavy row computes those that come nevertheless."""
     a, tracker = operands((40, 24, 300, 40), torch.float32, device, generator), ffn.BlockTracker(pinned="gather")
-    tracker.light = True
     check(a, call(a, density=tracker))
     full = {**a, "gate_bias": torch.full_like(a["gate_bias"], 9.0)}
-    tracker.light = True
     check(full, call(full, density=tracker))
 
 

@@ -15,8 +15,8 @@ def test_unions_of_neighbours(shared: float, device: torch.device, generator: to
     a = operands((36, 24, 600, 20), torch.float32, device, generator, shared=shared)
     z = a["x"] @ a["gate"].t() + a["gate_bias"]
     kept = z > 0
-    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], None, a["down_bias"])
-    out, nnz, sizes = sparse_ffn(*parts, False, True, 1, False, False)
+    parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], a["down_bias"])
+    out, nnz, sizes = sparse_ffn(*parts, False, True, 1)
     check(a, out)
     assert nnz.tolist() == kept.sum(1).tolist()
     limit = costs.costs_of(600, 24, 20, True, a["x"]).limit

@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -395,23 +394,3 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
     gemm.linear_glu(**OK)
     with pytest.raises(error, match=message):
         gemm.linear_glu(**(OK | change))
-
-
-@pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize(
-    "m, n, k, library",
-    [
-        # Microseconds of tiles on an H200, and of dense PyTorch: 21 and 13; a forward pass of a step of 183 and 92.
-        (14, 78, 2152, True),
-        (1, 592, 9536, True),
-        # Short, and tiles enough.
-        (16, 100, 368, False),
-        (16, 8192, 2048, False),
-    ],
-)
-def test_few_rows_of_a_long_k_are_left_to_the_library(m: int, n: int, k: int, library: bool) -> None:
-    from gossamer._core.launch import Tile
-    from gossamer.gemm.linear_glu_path import few_tiles
-
-    x: Any = SimpleNamespace(element_size=lambda: 2, device=torch.device("cuda", 99))
-    assert few_tiles(m, n, k, Tile({"BLOCK_N": 32, "BLOCK_K": 256}), x) == library

@@ -10,13 +10,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from gossamer import gemm
 from gossamer._core import tuning
-from gossamer.gemm import gated_mlp_path, linear_glu_path, linear_pack_path
+from gossamer.gemm import linear_glu_path, linear_pack_path
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gemm.md").read_text()
 SECTION = PAGE.partition("## Which way a call goes")[2].partition("\n## ")[0]
 ROWS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if "`" in line]
 CALLS = [row for row in ROWS if len(row) == 6]
-PATHS = {"linear_glu": linear_glu_path, "linear_pack": linear_pack_path, "gated_mlp_bwd": gated_mlp_path}
+PATHS = {"linear_glu": linear_glu_path, "linear_pack": linear_pack_path}
 
 
 def matrix(rows: int, columns: int, row: list[str]) -> Any:
@@ -43,11 +43,10 @@ def test_the_table_of_the_docs(row: list[str], monkeypatch: pytest.MonkeyPatch) 
     operator, (m, k, n), path = row[0], (int(cell.replace(",", "")) for cell in row[1:4]), row[5]
     monkeypatch.setattr(tuning, "hopper", lambda device: "Hopper" in row[4])
     monkeypatch.setattr(PATHS[operator], "INTERPRET", False)
-    x, weight, gate, down = matrix(m, k, row), matrix(n, k, row), matrix(m, n, row), matrix(k, n, row)
+    x, weight = matrix(m, k, row), matrix(n, k, row)
     chosen = {
         "linear_glu": lambda: linear_glu_path.choose_path(x, weight, weight),
         "linear_pack": lambda: linear_pack_path.choose_path(x, weight, 256, 16),
-        "gated_mlp_bwd": lambda: gated_mlp_path.choose_path(x, down, gate, gate),
     }
     assert chosen[operator]() == path
 
@@ -61,13 +60,12 @@ def test_the_docs_name_every_path() -> None:
 
 def test_what_runs_is_named(device: torch.device, mode: str) -> None:
     """In a profiler's range, wherever kernels run."""
-    x, weight, down = (torch.randn(*size, device=device) for size in ((3, 8), (16, 8), (8, 16)))
+    x, weight = (torch.randn(*size, device=device) for size in ((3, 8), (16, 8)))
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         gemm.linear_glu(x, weight)
         gemm.linear_glu(x[:1], weight, weight)
         gemm.linear_pack(x, weight)
-        gemm.gated_mlp(x, weight, weight, down.requires_grad_()).sum().backward()
     names = {event.key.removeprefix("gossamer::gemm.") for event in seen.key_averages() if "::gemm." in event.key}
     several = "tiles" if mode == "interpreter" else "products"
-    wanted = {f"linear_glu/{several}", "linear_glu/row", "linear_pack/blocks", "gated_mlp_bwd/product"}
+    wanted = {f"linear_glu/{several}", "linear_glu/row", "linear_pack/blocks"}
     assert names == (set() if mode == "cpu" else wanted)

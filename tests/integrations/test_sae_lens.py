@@ -2,6 +2,7 @@
 
 import copy
 import math
+import pickle
 import threading
 import warnings
 from collections.abc import Callable
@@ -307,11 +308,40 @@ def test_unpatch(device: torch.device) -> None:
     assert sae.__dict__.keys() != before.keys()
     unpatch(sae)
     assert sae.__dict__.keys() == before.keys()
-    unpatch(sae)
+    with pytest.warns(UserWarning, match=r"^integrations.sae_lens.unpatch: sae is not patched; nothing changed\.$"):
+        unpatch(sae)
     assert sae.__dict__.keys() == before.keys()
-    patch(sae)
-    with pytest.raises(ValueError, match=r"patch: sae is patched already\. Call unpatch first\."):
-        patch(sae)
+
+
+def test_patched_twice(device: torch.device) -> None:
+    """As when a cell of a notebook runs again: the second patch says so, and is the first one."""
+    sae, x = make("jumprelu", device), activations(device)
+    report = patch(sae)
+    bound = {name: sae.__dict__[name] for name in ("forward", "encode", "decode", "_gossamer")}
+    with pytest.warns(UserWarning, match=r"^integrations.sae_lens.patch: sae is patched already; nothing changed\.$"):
+        assert patch(sae) is report
+    assert all(sae.__dict__[name] is value for name, value in bound.items())
+    with pytest.warns(UserWarning, match="patched already"):
+        checked = patch(sae, check=x)
+    assert checked.check is not None and checked.check.difference < 1e-4 and checked.density is report.density
+    twin = copy.deepcopy(sae)
+    with pytest.warns(UserWarning, match="patched already"):
+        assert patch(twin).accelerated == report.accelerated and patch(twin).density is not report.density
+    assert pickle.loads(pickle.dumps(twin._gossamer)).report.left == report.left
+    unpatch(sae)
+    assert "forward" not in sae.__dict__
+
+
+def test_a_check_on_which_sae_lens_gives_nan(device: torch.device) -> None:
+    """SAELens's own output says nothing of the patched one, and there is nothing to report."""
+    sae, x = make("topk, rescaled", device), activations(device)
+    sae.W_dec.data[:250] = 0
+    with pytest.raises(ValueError, match=r"patch: SAELens's own output on check is NaN .* some rows of sae.W_dec have"):
+        patch(sae, check=x)
+    assert "forward" not in sae.__dict__
+    sae.W_dec.data.fill_(torch.nan)
+    with pytest.raises(ValueError, match=r"own output on check is NaN or infinite, for sae.W_dec is. Load"):
+        patch(sae, check=x)
 
 
 def test_a_negative_threshold_does_not_let_negative_values_pass(device: torch.device) -> None:

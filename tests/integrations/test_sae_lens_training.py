@@ -72,14 +72,15 @@ def activations(device: torch.device, dtype: torch.dtype = torch.float32, rows: 
     return torch.randn(rows, D_IN, generator=generator, device=device).to(dtype)
 
 
-def step(sae: TrainingSAE[Any], x: Tensor, dead: int = 0) -> TrainStepOutput:
+def step(sae: TrainingSAE[Any], x: Tensor, dead: int = 0, backward: bool = True) -> TrainStepOutput:
     """One pass of losses and gradients in which the first `dead` latents count as dead."""
     mask = torch.arange(D_SAE, device=x.device) < dead
     coefficients = {name: 0.3 for name in sae.get_coefficients()}
     sae.zero_grad()
     given = TrainStepInput(x, coefficients, mask, n_training_steps=0, is_logging_step=False)
     output = sae.training_forward_pass(given)
-    output.loss.backward()
+    if backward:
+        output.loss.backward()
     return output
 
 
@@ -99,6 +100,43 @@ def materialized(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(Lazy, "dense", dense)
     return made
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *LEFT])
+def test_compiled(kind: str, device: torch.device) -> None:
+    """As SAELens's `compile_sae=True` compiles a step; losses, gradients and what the step counts are those without."""
+    plain = make(kind, device)
+    patched, wanted = copy.deepcopy(plain), step(plain, activations(device), dead=30)
+    patch(patched)
+    patched.training_forward_pass = torch.compile(patched.training_forward_pass, backend="aot_eager")  # type: ignore[method-assign]
+    found = step(patched, activations(device), dead=30)
+    assert isinstance(found.feature_acts, Latents) == (kind in KINDS)
+    for name, loss in wanted.losses.items():
+        torch.testing.assert_close(found.losses[name], loss, rtol=1e-4, atol=1e-5)
+    assert gradients(patched).keys() == gradients(plain).keys()
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(patched)[name], grad, rtol=1e-4, atol=1e-5)
+    # What the SAE was compiled with stays, and computes as SAELens does.
+    unpatch(patched)
+    again = step(patched, activations(device), dead=30)
+    torch.testing.assert_close(again.loss, wanted.loss, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_compiled_function_of_what_a_step_returns(kind: str, device: torch.device) -> None:
+    """It reaches every parameter, the decoder by whose norms latents are scaled among them."""
+    plain = make(kind, device)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+
+    def l1(output: TrainStepOutput) -> Tensor:
+        return output.feature_acts.abs().sum() + 0.1 * output.hidden_pre.square().sum()
+
+    for sae, function in ((plain, l1), (patched, torch.compile(l1, backend="aot_eager"))):
+        function(step(sae, activations(device), backward=False)).backward()
+    assert gradients(patched).keys() == gradients(plain).keys()
+    for name, grad in gradients(plain).items():
+        torch.testing.assert_close(gradients(patched)[name], grad, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)

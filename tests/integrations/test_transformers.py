@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer.extract import Extraction, extract
 from gossamer.nn import TopKSAE, save
-from gossamer.sae import Extraction, extract
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")

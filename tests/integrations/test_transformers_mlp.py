@@ -80,13 +80,15 @@ def test_same_logits_and_generations(kind: str, device: torch.device) -> None:
     assert_close(logits(model, ids), reference64=exact, plain=plain)
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), text)
     assert list(model.state_dict()) == keys
-    with pytest.raises(ValueError, match="patched already"):
-        patch(model)
+    said = rf"^integrations\.transformers\.patch: {type(model).__name__} is patched already; nothing changed\.$"
+    with pytest.warns(UserWarning, match=said):
+        assert patch(model, sparse=True) == report
     unpatch(model)
     assert torch.equal(logits(model, ids), plain)
-    # Also after a patch that found nothing.
-    unpatch(model)
-    unpatch(torch.nn.Linear(2, 2))
+    for other in (model, torch.nn.Linear(2, 2)):
+        said = rf"^integrations\.transformers\.unpatch: {type(other).__name__} is not patched; nothing changed\.$"
+        with pytest.warns(UserWarning, match=said):
+            unpatch(other)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

@@ -94,6 +94,27 @@ def test_same_logits_and_generations(kind: str, device: torch.device) -> None:
     assert torch.equal(logits(model, ids), plain) and not blocks(model)
 
 
+@pytest.mark.parametrize("kind", ["Llama", "OPT"])
+def test_a_write_that_no_version_counts_is_seen(kind: str, device: torch.device) -> None:
+    """As those of averaged weights and of home-made optimizers, through `.data`."""
+    model, ids = make(kind, device), tokens(device)
+    for name, parameter in model.named_parameters():
+        if "gate_proj" in name or "fc1" in name:
+            parameter.data[8:] = 0  # So few neurons are active that the CPU gathers, too.
+    patch(model, sparse="gather")
+    logits(model, ids)
+    downs = [weight for name, weight in model.named_parameters() if name.endswith(("down_proj.weight", "fc2.weight"))]
+    for write in (lambda w: w.data.mul_(1.5), lambda w: setattr(w, "data", w.data * 1.5)):
+        for weight in downs:
+            write(weight)
+        patched = logits(model, ids)
+        unpatched = copy.deepcopy(model)
+        unpatch(unpatched)
+        exact = logits(copy.deepcopy(unpatched).cpu().double(), ids.cpu()).to(device)
+        assert_close(patched, reference64=exact, plain=logits(unpatched, ids))
+    assert len(downs) == 2
+
+
 @pytest.mark.parametrize("method", ["gather", "union", "fused", "dense"])
 @pytest.mark.parametrize("kind", ["Llama", "OPT", "T5"])
 def test_16_bit(kind: str, method: str, device: torch.device) -> None:

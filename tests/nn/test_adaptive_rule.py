@@ -22,7 +22,7 @@ GIVEN = {
 
 def layer(adaptive: Any, device: torch.device | str = "cpu", **options: Any) -> GatedSparseAttention:
     torch.manual_seed(0)
-    return GatedSparseAttention(64, 4, 2, adaptive=adaptive, **{**SIZES, **options}).to(device)
+    return GatedSparseAttention(64, 4, num_kv_heads=2, adaptive=adaptive, **{**SIZES, **options}).to(device)
 
 
 def counts(module: GatedSparseAttention, x: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from gossamer.nn import AttentionCache, GatedSparseAttention
 def layer(device: torch.device, **options: Any) -> GatedSparseAttention:
     torch.manual_seed(0)
     given = {"k_base": 24, "k_min": 8, "k_max": 40, "d_indexer": 16, **options}
-    made = GatedSparseAttention(64, 4, 2, **given)
+    made = GatedSparseAttention(64, 4, num_kv_heads=2, **given)
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.2)
     return made.to(device)
@@ -117,3 +117,26 @@ def test_errors(device: torch.device) -> None:
         AttentionCache(k, k[:1], index)
     with pytest.raises(ValueError, match=r"page_size be a power of two, got \[2, 3\] and 12"):
         AttentionCache(k.transpose(1, 2), k.transpose(1, 2), index, torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize("page_size", [None, 16], ids=["one piece", "pages"])
+@pytest.mark.parametrize("k_base", [24, 200], ids=["selects", "dense"])
+@torch.no_grad()
+def test_memory_that_nobody_wrote(k_base: int, page_size: int | None, device: torch.device) -> None:
+    """A cache and what pads a prompt hold NaN, which reaches no token."""
+    module = layer(device, k_base=k_base, k_max=200)
+    x = torch.randn(2, 90, 64, device=device)
+    whole, lengths = module(x), torch.tensor([50, 33], device=device)
+    cache = module.cache(2, 320, page_size)
+    for tensor in (cache.k, cache.v, cache.k_idx):
+        tensor.fill_(torch.nan)
+    prompt = x[:, :50].clone()
+    prompt[1, 33:] = torch.nan
+    out = module(prompt, cache=cache, lengths=lengths)
+    close(out[0], whole[0, :50])
+    close(out[1, :33], whole[1, :33])
+    for tokens in (1, 3, 20):
+        first = cache.lengths.tolist()
+        out = module(torch.stack([x[b, at : at + tokens] for b, at in enumerate(first)]), cache=cache)
+        for b, at in enumerate(first):
+            close(out[b], whole[b, at : at + tokens])

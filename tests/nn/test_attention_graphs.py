@@ -20,7 +20,9 @@ OPTIONS: list[dict[str, Any]] = [{}, {"adaptive": AdaptiveK("entropy", 8, 24, 40
 
 def layer(device: torch.device, **options: Any) -> GatedSparseAttention:
     torch.manual_seed(0)
-    made = GatedSparseAttention(64, 4, 2, **{"k_base": 24, "k_min": 8, "k_max": 40, "d_indexer": 16, **options})
+    made = GatedSparseAttention(
+        64, 4, num_kv_heads=2, **{"k_base": 24, "k_min": 8, "k_max": 40, "d_indexer": 16, **options}
+    )
     for parameter in made.parameters():
         nn.init.normal_(parameter, std=0.2)
     return made.to(device)

@@ -231,6 +231,19 @@ def test_a_layout_function_that_takes_too_little() -> None:
     assert module(torch.randn(1, 32, 32)).shape == (1, 32, 32)
 
 
+def test_positions_are_whole_numbers(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(1, 1, 1, device=device).bool(), 16, size=(10, 10))
+    module = BlockSparseAttention(32, 2, layout=layout, rope_theta=10000.0).to(device)
+    x = torch.randn(2, 10, 32, device=device)
+    with pytest.raises(TypeError, match=r"nn\.BlockSparseAttention: position_ids must be int32 or int64, got bool"):
+        module(x, position_ids=torch.ones(2, 10, dtype=torch.bool, device=device))
+    with pytest.raises(ValueError, match=r"position_ids must have shape \[T\] or \[B, T\] .* got \[9\]"):
+        module(x, position_ids=torch.arange(9, device=device))
+    state = {name: tensor for name, tensor in module.state_dict().items() if name != "rotary_emb.inv_freq"}
+    assert len(state) < len(module.state_dict())
+    module.load_state_dict(state, strict=True)
+
+
 def test_a_window_is_a_window(device: torch.device) -> None:
     """What README shows: 24 keys behind a query and its own, not whole blocks of them."""
     layout = blocksparse.sliding_window((96, 96), 16, (24, 0), device=device)

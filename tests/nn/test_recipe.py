@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.nn.recover_dictionary import KINDS, SETTINGS, SHORT, Outcome, Setting, rows, train
-from gossamer import nn
+from gossamer import nn, sae
 
 D_IN, D_SAE, TARGET = 24, 96, 3.0
 
@@ -69,10 +70,10 @@ def test_it_looks_at_the_first_batch(device: torch.device) -> None:
     assert all(torch.equal(*pair) for pair in zip(model.state_dict().values(), told.state_dict().values()))
     start = model.state_dict()
     # Rows come out with a mean square of about d_in, thresholds where a quarter of the latents fires.
-    size = ((x * model.input_scale - model.b_dec).square().sum(1).mean() / D_IN).sqrt().item()
+    size = (((x - model.b_dec) * model.input_scale).square().sum(1).mean() / D_IN).sqrt().item()
     assert 0.7 <= size <= 1.42 and model.input_scale.log2() % 1 == 0
     assert model.steering[2].item() == pytest.approx(8 * TARGET, rel=0.05)
-    begun = {name: start[name].clone() for name in ("input_scale", "b_dec", "log_threshold", "W_enc")}
+    begun = {name: start[name].clone() for name in ("input_scale", "scaled_b_dec", "log_threshold", "W_enc")}
     model.loss(other)
     assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in begun.items())
 
@@ -97,7 +98,7 @@ def test_a_first_batch_that_is_not_finite_is_refused(bad: float, device: torch.d
 
 
 def test_a_scale_changes_nothing(device: torch.device) -> None:
-    """Of 2^k to the bit, in weights, losses and latents; of others within what the nearest power leaves."""
+    """A factor of 2^k on x changes no bit of weights and losses, and is a factor on latents; others change little."""
     x = batches(30, device)
     one, other, third = make(device), make(device), make(device)
     losses = steps(one, x)
@@ -114,7 +115,8 @@ def test_a_scale_changes_nothing(device: torch.device) -> None:
         else:
             assert torch.equal(other.state_dict()[name], tensor), name
     one.eval(), other.eval()
-    assert torch.equal(one.encode(x[0]).to_dense(), other.encode(x[0] * 2.0**-9).to_dense())
+    assert torch.equal(one.encode(x[0]).to_dense() * 2.0**-9, other.encode(x[0] * 2.0**-9).to_dense())
+    assert all(torch.equal(getattr(one, n) * 2.0**-9, getattr(other, n)) for n in ("b_enc", "b_dec", "threshold"))
     assert torch.equal(one(x[0]) * 2.0**-9, other(x[0] * 2.0**-9))
     latents = other.encode(x[0] * 2.0**-9)
     torch.testing.assert_close(other.decode(latents), other(x[0] * 2.0**-9))
@@ -159,28 +161,79 @@ def test_what_is_loaded_is_not_looked_for_again(device: torch.device, tmp_path: 
     assert loaded.steering[0] == loaded.warm_up + 1 and loaded.target_l0 == TARGET and loaded.steered
 
 
-def test_the_scale_is_part_of_the_weights_on_disk(device: torch.device, tmp_path: Path) -> None:
-    x = batches(3, device, 50.0)
+@pytest.mark.parametrize("factor", [0.05, 50.0])
+def test_parameters_are_in_the_units_of_x(factor: float, device: torch.device, tmp_path: Path) -> None:
+    """In memory, on disk and for SAELens; against dense float64."""
+    x = batches(3, device, factor)
     model = make(device)
     steps(model, x)
+    assert model.input_scale != 1
+    names = ("W_enc", "b_enc", "W_dec", "b_dec", "threshold")
+    W_enc, b_enc, W_dec, b_dec, threshold = (getattr(model, name).detach().double() for name in names)
+    pre = x[0].double() @ W_enc + b_enc
+    acts = torch.where(pre > threshold, pre, 0)
+    wanted = acts @ W_dec + b_dec
     model.eval()
-    folded = copy.deepcopy(model)
-    folded.fold_scale_()
-    assert folded.input_scale == 1
-    assert torch.equal(folded(x[0]), model(x[0])) and torch.equal(
-        folded.encode(x[0]).to_dense(), model.encode(x[0]).to_dense()
-    )
-    dense = (x[0] @ folded.W_enc + folded.b_enc) * (x[0] @ folded.W_enc + folded.b_enc > folded.threshold)
-    torch.testing.assert_close(dense @ folded.W_dec + folded.b_dec, model(x[0]), rtol=1e-4, atol=1e-3)
+    close = {"rtol": 1e-4, "atol": 1e-5 * factor}
+    torch.testing.assert_close(model.encode(x[0]).to_dense().double(), acts, **close)
+    torch.testing.assert_close(sae.decode(model.encode(x[0]), model.W_dec, model.b_dec).double(), wanted, **close)
+    torch.testing.assert_close(model.decode(model.encode(x[0])).double(), wanted, **close)
+    torch.testing.assert_close(model(x[0]).double(), wanted, **close)
+    torch.testing.assert_close(model.loss(x[0]).reconstruction.double(), wanted, **close)
+    # Decoder rows are as long as at first, so that one of them times a latent is a piece of x.
+    assert 0.5 < model.W_dec.norm(dim=1).median() < 2
     nn.save(model, tmp_path)
+    stored = load_file(tmp_path / "sae_weights.safetensors")
+    assert all(torch.equal(stored[name], getattr(model, name).detach().cpu()) for name in names)
     (tmp_path / "training_state.safetensors").unlink()
     plain: Any = nn.load(tmp_path, device=device).eval()
-    assert plain.input_scale == 1 and model.input_scale < 1
-    torch.testing.assert_close(plain(x[0]), model(x[0]), rtol=1e-4, atol=1e-3)
-    torch.testing.assert_close(plain.encode(x[0]).to_dense(), model.encode(x[0]).to_dense(), rtol=1e-4, atol=1e-4)
-    sae = pytest.importorskip("sae_lens").SAE.load_from_disk(tmp_path, device=str(device))
+    for name in names[:-1]:
+        assert torch.equal(getattr(plain, name), getattr(model, name)), name
+    torch.testing.assert_close(plain(x[0]).double(), wanted, **close)
+    theirs = pytest.importorskip("sae_lens").SAE.load_from_disk(tmp_path, device=str(device))
     with torch.no_grad():
-        torch.testing.assert_close(sae(x[0]), model(x[0]), rtol=1e-4, atol=1e-3)
+        assert all(torch.equal(getattr(theirs, name), getattr(model, name)) for name in names)
+        torch.testing.assert_close(theirs(x[0]).double(), wanted, **close)
+
+
+def test_gradients_of_encode_are_in_the_units_of_x(device: torch.device) -> None:
+    """A module that is not steered, with the same parameters and a bandwidth in units of x, has the same."""
+    x = batches(3, device, 0.05)
+    model = make(device)
+    steps(model, x)
+    options: dict[str, Any] = {"bandwidth": model.bandwidth / model.input_scale.item(), "device": device}
+    plain = nn.JumpReLUSAE(D_IN, D_SAE, **options)
+    with torch.no_grad():
+        for name in ("W_enc", "W_dec", "b_enc", "b_dec"):
+            getattr(plain, name).copy_(getattr(model, name))
+        plain.log_threshold.copy_(model.threshold.log())
+    weights = torch.randn(x[0].shape, device=device)
+    found = []
+    for each in (model, plain):
+        out = (each.decode(each.encode(x[0])) * weights).sum()
+        shared = [each.W_enc, each.W_dec, each.log_threshold]
+        bias = each.scaled_b_enc if each is model else each.b_enc
+        *rest, of_bias = torch.autograd.grad(out, [*shared, bias])
+        found.append([*rest, of_bias * (model.input_scale if each is model else 1)])
+    for got, want in zip(*found):
+        assert want.any()
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-5)
+
+
+def test_a_compiled_encode_whose_scale_nobody_has_read(device: torch.device, compiled: Any) -> None:
+    """It says so where the gradient of thresholds needs the scale; an eager call reads it."""
+    x, model = batches(1, device, 0.05)[0], make(device)
+    model.initialize_(x)
+
+    def encode(x: Tensor) -> Tensor:
+        return model.encode(x).to_dense()
+
+    with pytest.raises(Exception, match=r"under torch.compile encode with gradients needs the scale of x on the host"):
+        compiled(encode)(x)
+    wanted = encode(x)
+    torch.testing.assert_close(compiled(encode)(x), wanted)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(encode)(x), wanted)
 
 
 def test_what_is_computed_again_does_not_steer_again(device: torch.device) -> None:

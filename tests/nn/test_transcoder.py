@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gossamer import gemm, nn, sae
+from gossamer import extract, gemm, nn, sae
 from tests.nn import dense
 
 D_IN, D_OUT, D_SAE = dense.D_IN, dense.D_OUT, dense.D_SAE
@@ -177,8 +177,8 @@ def test_sae_lens_is_not_fooled(device: torch.device, tmp_path: Path) -> None:
 
 def test_its_latents_are_extracted(device: torch.device, generator: torch.Generator, tmp_path: Path) -> None:
     model, x = dense.make("transcoder", device), dense.sample(40, generator)
-    sae.extract(x, model, tmp_path)
-    found = sae.Extraction(tmp_path).read(0).to_dense()
+    extract.extract(x, model, tmp_path)
+    found = extract.Extraction(tmp_path).read(0).to_dense()
     torch.testing.assert_close(found.to(device), model.eval().encode(x).to_dense().detach())
 
 

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch.utils import _pytree
 
+from gossamer import rowsparse, sae
 from gossamer.rowsparse import CSR, ELL, LinearSource, TwELL, pack
+from gossamer.rowsparse.formats import ascending
 from gossamer.testing import random_rows
 
 INT = torch.int32
@@ -181,26 +183,98 @@ def test_refused(make: Any, changes: dict[str, Any], error: type[Exception], mes
 
 
 @pytest.mark.parametrize(
-    "rows, message",
+    "make, message",
     [
-        (ell(indices=torch.tensor([[5, -1], [0, 2]], dtype=INT)), r"\[0, N\) with N = 5, .* got -1 to 5"),
-        (ell(indices=torch.tensor([[4, -1], [-2, 2]], dtype=INT)), "got -2 to 4"),
-        (ell(nnz_per_row=torch.tensor([1, 3], dtype=INT)), "at most capacity = 2 without a source, got 3"),
-        (ell(nnz_per_row=torch.tensor([-1, 1], dtype=INT)), "nnz_per_row must be at least 0, got -1"),
-        (csr(indices=torch.tensor([4, 0, 7], dtype=INT)), "got 0 to 7"),
-        (csr(indices=torch.tensor([-3, 0, 2], dtype=INT)), "got -3 to 2"),
-        (csr(row_offsets=torch.tensor([0, 1, 4])), r"at most len\(values\) = 3 without a source, got 4"),
-        (csr(row_offsets=torch.tensor([1, 1, 3])), "must start at 0 and never decrease"),
-        (csr(row_offsets=torch.tensor([0, 3, 2])), "must start at 0 and never decrease"),
-        (twell(nnz_per_tile=torch.tensor([[0, 1], [3, 0]], dtype=torch.int16)), "at most slots = 2 without a source"),
-        (twell(nnz_per_tile=torch.tensor([[0, 1], [-1, 0]], dtype=torch.int16)), "must be at least 0, got -1"),
-        (twell(indices=torch.full((2, 2, 2), 2, dtype=torch.uint8)), r"below N = 5 in the last tile, got 2"),
-        (twell(indices=torch.full((2, 2, 2), 3, dtype=torch.uint8)), r"\[0, tile\) with tile = 3, .* got 3"),
+        (lambda: ell(indices=torch.tensor([[5, -1], [0, 2]], dtype=INT)), r"\[0, N\) with N = 5, .* got 0 to 5"),
+        (lambda: ell(indices=torch.tensor([[4, -1], [-2, 2]], dtype=INT)), "got -2 to 4"),
+        (lambda: ell(nnz_per_row=torch.tensor([1, 3], dtype=INT)), "at most capacity = 2 without a source, got 3"),
+        (lambda: ell(nnz_per_row=torch.tensor([-1, 1], dtype=INT)), "nnz_per_row must be at least 0, got -1"),
+        (lambda: csr(indices=torch.tensor([4, 0, 7], dtype=INT)), "got 0 to 7"),
+        (lambda: csr(indices=torch.tensor([-3, 0, 2], dtype=INT)), "got -3 to 2"),
+        (lambda: csr(row_offsets=torch.tensor([0, 1, 4])), r"at most len\(values\) = 3 without a source, got 4"),
+        (lambda: csr(row_offsets=torch.tensor([1, 1, 3])), "must start at 0 and never decrease"),
+        (lambda: csr(row_offsets=torch.tensor([0, 3, 2])), "must start at 0 and never decrease"),
+        (lambda: twell(nnz_per_tile=torch.tensor([[0, 1], [3, 0]], dtype=torch.int16)), "at most slots = 2 without"),
+        (lambda: twell(nnz_per_tile=torch.tensor([[0, 1], [-1, 0]], dtype=torch.int16)), "must be at least 0, got -1"),
+        (lambda: twell(indices=torch.full((2, 2, 2), 2, dtype=torch.uint8)), r"below N = 5 in the last tile, got 2"),
+        (lambda: twell(indices=torch.full((2, 2, 2), 3, dtype=torch.uint8)), r"\[0, tile\) with tile = 3, .* got 3"),
     ],
 )
-def test_validate(rows: ELL | CSR | TwELL, message: str) -> None:
+def test_contents_that_break_a_rule(make: Any, message: str) -> None:
+    """The constructor refuses them, or `validate` does."""
     with pytest.raises(ValueError, match=message):
-        rows.validate()
+        make().validate()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: csr(row_offsets=torch.tensor([1, 1, 3])), r"rowsparse.CSR: row_offsets must start at 0 and"),
+        (lambda: csr(row_offsets=torch.tensor([0, 3, 2])), "must start at 0 and never decrease"),
+        (lambda: csr(row_offsets=torch.tensor([0, -1, 2])), "must start at 0 and never decrease"),
+        (lambda: csr(indices=torch.tensor([5, 0, 1], dtype=INT)), r"rowsparse.CSR: indices must lie in \[0, N\)"),
+        (lambda: ell(indices=torch.tensor([[4, -1], [-2, 2]], dtype=INT)), "rowsparse.ELL: indices .* got -2 to 4"),
+        (lambda: ell(nnz_per_row=torch.tensor([-1, 1], dtype=INT)), "rowsparse.ELL: nnz_per_row must be at least 0"),
+        (lambda: twell(indices=torch.full((2, 2, 2), 3, dtype=torch.uint8)), "rowsparse.TwELL: indices must lie in"),
+    ],
+)
+def test_the_constructor_looks_on_the_cpu(make: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_a_pytree_and_a_transform_do_not_look() -> None:
+    """What crosses a compiled region was looked at when it was made, and vmap has no numbers to show."""
+    rows = csr()
+    leaves, spec = _pytree.tree_flatten(rows)
+    moved = [leaf + 9 if leaf is not None and leaf.dtype is INT else leaf for leaf in leaves]
+    assert _pytree.tree_unflatten(moved, spec).indices.tolist() == [13, 9, 11]
+    offsets = rows.row_offsets[None].repeat(2, 1)
+    dense = torch.vmap(lambda values, offsets: CSR(offsets, rows.indices, values, rows.shape).values * 2)
+    assert torch.equal(dense(rows.values[None].repeat(2, 1), offsets)[1], 2 * rows.values)
+
+
+@pytest.mark.parametrize(
+    "offsets, kept",
+    [
+        ([0, 2, 2, 3], [0, 2, 2, 3]),
+        ([1, 1, 2, 3], [0, 4, 4, 4]),
+        ([0, 3, 2, 3], [0, 3, 4, 4]),
+        ([0, 1, -5, 3], [0, 1, 4, 4]),
+        ([-1, 1, 2, 3], [0, 4, 4, 4]),
+        ([0, 1, 7, 2], [0, 1, 7, 7]),
+        ([0], [0]),
+        ([3], [0]),
+    ],
+)
+def test_offsets_that_decrease_overflow_on_a_gpu(offsets: list[int], kept: list[int]) -> None:
+    """Rows before the first wrong offset stay, later ones end behind the buffer; nothing decreases."""
+    assert ascending(torch.tensor(offsets), 3).tolist() == kept
+
+
+@pytest.mark.gpu
+def test_rows_that_break_a_rule_are_nan_on_a_gpu(device: torch.device) -> None:
+    indices, values = torch.tensor([0, 1, 2], dtype=INT, device=device), torch.ones(3, device=device)
+    weight = torch.randn(4, 8, device=device)
+
+    def nan_rows(out: torch.Tensor) -> list[bool]:
+        return out.isnan().flatten(1).any(1).tolist()
+
+    for offsets, wanted in (([1, 1, 2, 3], [True] * 3), ([0, 3, 2, 3], [False, True, True])):
+        rows = CSR(torch.tensor(offsets, device=device), indices, values.requires_grad_(), (3, 4))
+        assert nan_rows(rowsparse.matmul(rows, weight)) == wanted and nan_rows(rows.to_dense()) == wanted
+        rowsparse.matmul(rows, weight.requires_grad_()).sum().backward()
+        rowsparse.transpose(rows)
+        with pytest.raises(ValueError, match="row_offsets must start at 0"):
+            rows.validate()
+    slots = torch.tensor([[0, 1], [2, 3]], dtype=INT, device=device)
+    for counts, at, wanted in (([-1, 2], 3, [True, False]), ([2, 2], 9, [False, True])):
+        here = slots.clone()
+        here[1, 1] = at
+        rows = ELL(torch.ones(2, 2, device=device), here, torch.tensor(counts, dtype=INT, device=device), (2, 4))
+        assert nan_rows(rowsparse.matmul(rows, weight.detach())) == wanted
+        assert sae.tanh_l0(rows, torch.ones(4, device=device)).isnan().tolist() == wanted
+        torch.cuda.synchronize()
 
 
 def test_validate_does_not_look_where_nobody_may() -> None:

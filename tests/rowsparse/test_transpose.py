@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.rowsparse import CSR, ELL, Rows, matmul, pack, sampled_matmul, transpose, unpack
+from gossamer.rowsparse import CSR, matmul, pack, sampled_matmul, transpose, unpack
 from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
 from tests import strategies
 
@@ -121,8 +121,8 @@ def test_gradients_through_a_product(
 @pytest.mark.native
 @pytest.mark.parametrize("index", [5, -2])
 def test_refuses_a_bad_index_on_the_cpu(index: int) -> None:
-    indices = torch.tensor([[index], [0]], dtype=torch.int32)
-    rows: Rows = ELL(torch.ones(2, 1), indices, torch.ones(2, dtype=torch.int32), (2, 5))
+    rows = pack(torch.eye(2, 5), capacity=1)
+    rows.packed.indices[0, 0] = index
     with pytest.raises(ValueError, match=r"indices must lie in \[0, N\) with N = 5"):
         transpose(rows)
 

@@ -1,13 +1,14 @@
 """unpack, against the definition of the formats; the way there and back is in test_pack."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.rowsparse import CSR, ELL, unpack
+from gossamer.rowsparse import ELL, pack, unpack
 from gossamer.testing import assert_exact, dense64, random_rows
 from tests import strategies
 
@@ -69,11 +70,8 @@ def test_error() -> None:
 @pytest.mark.parametrize("index", [5, -2, 1 << 30])
 @pytest.mark.parametrize("format", ["ell", "csr"])
 def test_refuses_a_bad_index_on_the_cpu(index: int, format: str) -> None:
-    """As the containers promise; a column past the end must not land in the next row."""
-    indices, values = torch.tensor([[index], [0]], dtype=torch.int32), torch.ones(2, 1)
-    if format == "ell":
-        rows = ELL(values, indices, torch.ones(2, dtype=torch.int32), (2, 5))
-    else:
-        rows = CSR(torch.tensor([0, 1, 2]), indices.flatten(), values.flatten(), (2, 5))
+    """One that is put there later, for the constructor refuses it; it must not land in the next row."""
+    rows: Any = pack(torch.eye(2, 5), format=format)
+    rows.packed.indices.view(-1)[0] = index
     with pytest.raises(ValueError, match=r"indices must lie in \[0, N\) with N = 5"):
         unpack(rows)

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.rowsparse import ELL, pack
+from gossamer.rowsparse import pack
 from gossamer.sae import count_fired
 from gossamer.testing import dense64, random_ell, random_rows
 from tests import strategies
@@ -49,9 +49,10 @@ def test_what_is_not_a_number_fires_and_zero_does_not(device: torch.device) -> N
 @pytest.mark.native
 @pytest.mark.parametrize("index", [4, -2])
 def test_refuses_a_bad_index_on_the_cpu(index: int) -> None:
-    indices = torch.tensor([[index], [0]], dtype=torch.int32)
+    rows = pack(torch.eye(2, 4), capacity=1)
+    rows.packed.indices[0, 0] = index
     with pytest.raises(ValueError, match=r"indices must lie in \[0, N\) with N = 4"):
-        count_fired(ELL(torch.ones(2, 1), indices, torch.ones(2, dtype=torch.int32), (2, 4)))
+        count_fired(rows)
 
 
 def test_error(device: torch.device) -> None:

@@ -85,6 +85,25 @@ def test_any_container(
     torch.testing.assert_close(got[1].double(), exact[1], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("options", [*FORMATS, {"capacity": 3}], ids=str)
+def test_the_gradient_of_scale_has_the_precision_of_scale(
+    options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """Of 16-bit values too, with rows that overflow and columns that many rows add to."""
+    acts = torch.randn(64, 20, device=device, generator=generator).relu().to(dtype)
+    scale = torch.rand(20, device=device, generator=generator) * 3
+    weights = torch.randn(64, device=device, generator=generator)
+    found = []
+    for wide in (None, torch.float64, torch.float32):
+        leaf = scale.to(wide or scale.dtype).requires_grad_()
+        if wide is None:
+            out = tanh_l0(rowsparse.pack(acts, **options), leaf)
+        else:
+            out = torch.tanh(acts.to(wide) * leaf).sum(-1)
+        found += torch.autograd.grad((out * weights).sum(), leaf)
+    assert_close(found[0], reference64=found[1], plain=found[2])
+
+
 def test_entries_of_value_0_have_a_gradient(device: torch.device) -> None:
     indices = torch.tensor([[0, 3]], dtype=torch.int32, device=device)
     values = torch.tensor([[0.0, 50.0]], device=device, requires_grad=True)

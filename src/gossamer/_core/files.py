@@ -43,6 +43,12 @@ def write_whole(operator: str, file: Path, partial: Path, write: Callable[[Path]
         remove(partial)
 
 
+def write_text(operator: str, file: Path, text: str) -> None:
+    """Writes text by `write_whole`."""
+    partial = file.with_name(f".{file.name}.partial")
+    write_whole(operator, file, partial, lambda path: path.write_text(text, encoding="utf-8"))
+
+
 def remove(path: Path) -> None:
     """Removes a file or a folder, if it is there."""
     if path.is_dir():

@@ -83,6 +83,32 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+def _contiguous(run: Callable[..., Any], schema: Any, strided: tuple[str, ...]) -> Callable[..., Any]:
+    """`run`, a launcher, which gets every tensor contiguous but for those of `strided`, and those that it writes."""
+    arguments = schema.arguments
+    unknown = set(strided) - {argument.name for argument in arguments}
+    assert not unknown, f"{schema.name} has no argument {', '.join(sorted(unknown))}"
+    places = [
+        place
+        for place, argument in enumerate(arguments)
+        if "Tensor" in str(argument.type) and argument.name not in strided and argument.alias_info is None
+    ]
+    assert not any("List" in str(arguments[place].type) for place in places), f"{schema.name} takes a list of tensors"
+    # The dispatcher leaves out trailing arguments that equal their defaults.
+    defaults = tuple(argument.default_value for argument in arguments)
+
+    def call(*args: Any) -> Any:
+        if len(args) < len(defaults):
+            args += defaults[len(args) :]
+        for place in places:
+            tensor = args[place]
+            if tensor is not None and not tensor.is_contiguous():
+                args = (*args[:place], tensor.contiguous(), *args[place + 1 :])
+        return run(*args)
+
+    return call
+
+
 def refuse_second(function: str, instead: str = "Use create_graph=False.") -> None:
     """Raises in a backward pass that is to be differentiated; `function` is the public name."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
@@ -112,6 +138,7 @@ def register(
     backward: Callable[..., Any] | None = None,
     once_differentiable: str | None = None,
     path: Callable[..., str] | None = None,
+    strided: tuple[str, ...] = (),
 ) -> Any:
     """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
 
@@ -126,16 +153,17 @@ def register(
         setup_context, backward = functools.partial(_refuse, once_differentiable), _unreached
     name = schema.split("(", 1)[0]
     qualified = f"{NAMESPACE}::{name}"
-    direct = _lazily(gpu or functools.partial(_namesake, cpu))
-    # A profiler's calls go through the dispatcher; those that go past it need not be asked whether one looks.
-    launcher = direct if path is None else _in_range(direct, path)
     _library.define(schema)
+    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
+    launches = _lazily(gpu or functools.partial(_namesake, cpu))
+    # A profiler's calls go through the dispatcher; those that go past it need not be asked whether one looks.
+    direct = _contiguous(launches, operator._schema, strided)
+    launcher = direct if path is None else _contiguous(_in_range(launches, path), operator._schema, strided)
     for device, run in (("CPU", _without_autocast(launcher if INTERPRET else cpu)), ("CUDA", launcher)):
         _library.impl(name, run, device)
     shown = launcher if NVIDIA_LOOKS else direct
     by_device = {"cpu": _without_autocast(shown if INTERPRET else cpu), "cuda": shown}
     torch.library.register_fake(qualified, fake, lib=_library)
-    operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     if backward is None:
         _ways[operator] = by_device, {device: _direct(operator, run) for device, run in by_device.items()}
         return operator

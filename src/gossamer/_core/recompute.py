@@ -1,26 +1,24 @@
 """What a first run under gradient checkpointing used, kept for the run that computes it again.
 
 A module whose state moves from call to call (what it counts, steers by or knows of densities) has to compute again with
-the state of the first run, however many calls came between. The two runs share one object, which PyTorch makes for
-them: the context of an `autograd.Function` whose forward calls the module (a reentrant checkpoint), or the frame of a
-checkpoint that is not reentrant. Values lie on it in the order of the calls, and are freed when it is.
+the state of the first run, however many calls came between. `torch.utils.checkpoint(use_reentrant=False)` has one frame
+for both runs, which its hooks hold. Values lie on that frame in the order of the calls, and are freed with it. Other
+recomputations (a reentrant checkpoint, a checkpoint within one that runs again, an `autograd.Function`) have no such
+frame: the first run is lost.
 """
 
 from __future__ import annotations
 
-import sys
+import inspect
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, TypeVar
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.utils import checkpoint
 
 Value = TypeVar("Value")
 _FRAME: Any = checkpoint._CheckpointFrame
-_NAMES = frozenset(("forward", "backward"))
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 
 
 def recomputed() -> bool:
@@ -45,19 +43,18 @@ def remembered(
     """
     if torch.compiler.is_compiling():
         return make()
-    computed_again = recomputed()
-    first, regions = _around(computed_again)
-    if computed_again:
-        memory: _Memory | None = getattr(first, "_gossamer", None)
-        value = lost() if memory is None else memory.next(owner, lost)
-    else:
-        value = make()
-    if regions:
-        kept = keep(value)
-        for region in regions:
-            if not hasattr(region, "_gossamer"):
-                region._gossamer = _Memory()
-            region._gossamer.add(owner, kept)
+    again, hooks = recomputed(), _top_hooks(True)
+    if hooks is None:
+        return lost() if again else make()
+    target = _free_variable(hooks[0], "target_frame_ref")
+    if target is not None:
+        memory: _Memory | None = getattr(target(), "_gossamer", None)
+        return lost() if memory is None else memory.next(owner, lost)
+    value, region = lost() if again else make(), _free_variable(hooks[0], "frame")
+    if isinstance(region, _FRAME):
+        if not hasattr(region, "_gossamer"):
+            region._gossamer = _Memory()
+        region._gossamer.add(owner, keep(value))
     return value
 
 
@@ -85,41 +82,8 @@ class _Memory:
         return found
 
 
-def _around(computed_again: bool) -> tuple[Any, list[Any]]:
-    """(what the first run of this recomputation may have left something on, or None; what a later one will look at)"""
-    first: Any = None
-    regions: list[Any] = []
-    hooks = _top_hooks(True)
-    if hooks is not None:
-        region = _free_variable(hooks[0], "frame")
-        if isinstance(region, _FRAME):
-            regions.append(region)
-    if computed_again or not torch.is_grad_enabled():
-        first = _walk(sys._getframe(2), regions)
-    return first, regions
-
-
-def _walk(frame: FrameType | None, regions: list[Any]) -> Any:
-    """Goes outwards to the innermost recomputation; adds the contexts of functions whose forward is on the way."""
-    found = None
-    while frame is not None and found is None:
-        code = frame.f_code
-        # Names first: all else makes tuples and dictionaries, frame by frame.
-        if code.co_name == "unpack_hook":
-            # Of PyTorch 2.11 it has a ctx as well, of what saves the inputs.
-            region = frame.f_locals.get("frame")
-            found = region if isinstance(region, _FRAME) else None
-        elif code.co_name in _NAMES:
-            context = frame.f_locals.get("ctx")
-            if isinstance(context, BackwardCFunction) and code.co_name == "forward":
-                regions.append(context)
-            elif isinstance(context, BackwardCFunction):
-                found = context
-        frame = frame.f_back
-    return found
-
-
 def _free_variable(function: Any, name: str) -> Any:
+    function = inspect.unwrap(function)
     code = getattr(function, "__code__", None)
     if code is None or name not in code.co_freevars:
         return None

@@ -8,8 +8,8 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.attention._torch import indexer_loss as _cpu
-from gossamer.attention.selection import Selection
-from gossamer.attention.sparse_attention import check, scale_of, sparse_attention
+from gossamer.attention.selection import Selection, everything
+from gossamer.attention.sparse_attention import check, check_indexer, scale_of, sparse_attention
 
 
 def indexer_loss(
@@ -69,8 +69,9 @@ def indexer_loss(
             f"{list(q_idx.shape)}."
         )
     if selection is None:
-        selection = _everything(q.shape[0], q.shape[2], q.device)
-    _check(q, k, q_idx, k_idx, w, bias, selection, lengths)
+        selection = everything(q.shape[0], q.shape[2], q.shape[2], q.device)
+    check(OPERATOR, q, k, k, selection, lengths)
+    check_indexer(OPERATOR, (q_idx, k_idx, w, bias), q, selection)
     scale, scale_idx = scale_of(OPERATOR, scale, q), scale_of(OPERATOR, scale_idx, q_idx, "scale_idx")
     q, k = q.detach(), k.detach()
     if autocast.enabled(q.device):
@@ -86,44 +87,6 @@ def indexer_loss(
 
 
 OPERATOR = "attention.indexer_loss"
-MAX_HEADS = 16
-
-
-def _everything(batch: int, num_queries: int, device: torch.device) -> Selection:
-    """The selection in which each query takes each key."""
-    blocks = -(-num_queries // 64)
-    words = torch.full((batch, 1, blocks, num_queries), -1, dtype=torch.int64, device=device)
-    if num_queries % 64:
-        words[:, :, -1] = (1 << num_queries % 64) - 1
-    counts = torch.full((batch, 1, blocks), num_queries, dtype=torch.int32, device=device)
-    return Selection(words, counts, counts.new_empty(batch, 1, blocks, 0), num_queries)
-
-
-def _check(
-    q: Tensor,
-    k: Tensor,
-    q_idx: Tensor,
-    k_idx: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    selection: Selection,
-    lengths: Tensor | None,
-) -> None:
-    check(OPERATOR, q, k, k, selection, lengths)
-    b, _, t, _ = q.shape
-    checks.same_device(OPERATOR, "q", q.device, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
-    n, d = q_idx.shape[1], q_idx.shape[3]
-    checks.shape(OPERATOR, "q_idx", q_idx, (b, n, t, d), "[B, n, T, d]", "like q")
-    checks.shape(OPERATOR, "k_idx", k_idx, (b, t, d), "[B, T, d]", "like q_idx")
-    checks.shape(OPERATOR, "w", w, (b, t, n), "[B, T, n]", "like q_idx")
-    checks.shape(OPERATOR, "bias", bias, (n,), "[n]", "like q_idx")
-    if selection.words.shape[1] != 1 or selection.num_keys != t:
-        raise ValueError(
-            f"{OPERATOR}: selection must have one scope and T = {t} keys, got {selection.words.shape[1]} and "
-            f"{selection.num_keys}."
-        )
-    if q.is_cuda and n > MAX_HEADS:
-        raise NotImplementedError(f"{OPERATOR}: at most {MAX_HEADS} heads of the indexer run on the GPU, got {n}.")
 
 
 def _fake(q: Tensor, k: Tensor, lse: Tensor, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor, *_: Any) -> Any:

@@ -10,8 +10,5 @@ RULES = ("variance", "entropy", "learned")
 LONG_ROW = 32768
 """Scores of a query beyond which a GPU lists those that may be among the highest."""
 
-LIST_BYTES = 96 << 10
-"""Of one program's lists."""
-
 GROWTH = 16
 """Entries by which a list of candidates grows at most before its room is looked at: with less of it a list is full."""

@@ -12,11 +12,11 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import register, undispatched
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_inputs, scale_of
-from gossamer.attention.levels import LIST_BYTES, LONG_ROW, RULES
+from gossamer.attention.levels import RULES
 from gossamer.attention.selection import QUERIES, Selection
 
 WORKSPACE = 256 << 20
-"""Bytes of scores, and lists of them, at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does
+"""Bytes of scores at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does
 not fill the GPU: an H200 found all thresholds at 32,768 keys in 0.73 to 0.80 ms by 2,048 rows, by 1,024 in 0.84 to
 0.91, and by 512, which stay in its L2, in 1.25 to 1.37. At 131,072 keys an H100 took 24.5 ms, with 128 MiB 25.7 and
 with 64 MiB 28.9, in CUDA graphs; eager, where launches cost the host more, 29, 33 and 54."""
@@ -111,7 +111,6 @@ def select_topk(
     window: int = 0,
     sinks: int = 0,
     workspace: int | None = None,
-    capacity: int | None = None,
     granularity: int = 1,
 ) -> Selection:
     """The k keys of highest `indexer_scores` for each query; the scores exist only in slabs of `workspace` bytes.
@@ -128,8 +127,7 @@ def select_topk(
         window: the most recent keys that a query always takes, itself among them. They count among the k.
         sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
         workspace: bytes for scores; None for 256 MiB, or what one block of 64 queries needs, which is the least: 128 *
-            Tk bytes, Tk rounded up to 128, and 6 MiB more beyond 32,768 keys.
-        capacity: slots of the lists of a block's keys, as in `Selection`; None for 4 k, at most Tk.
+            Tk bytes, Tk rounded up to 128.
         granularity: 1, or 4 to select units of four neighbouring keys, 4 u to 4 u + 3, by the highest score that the
             query sees in them: k / 4 units, of which it takes the keys that it sees. k, or k_min, k_base and k_max, are
             multiples of 4; an adaptive k follows from the units' scores. A unit with a key of the window or of the
@@ -167,13 +165,12 @@ def select_topk(
         window,
         sinks,
         workspace_of(operator, workspace, tk, granularity),
-        _capacity(operator, capacity, most, tk),
         granularity,
     )
     detached = tuple(None if tensor is None else tensor.detach() for tensor in given)
     call = undispatched(_select_topk, *detached)
-    words, counts, indices = call(*detached, *rule, scale_of(operator, scale, q_idx.shape[3]), *options)
-    return Selection(words, counts, indices, q_idx.shape[2])
+    words = call(*detached, *rule, scale_of(operator, scale, q_idx.shape[3]), *options)
+    return Selection(words, q_idx.shape[2])
 
 
 def _rule(
@@ -227,40 +224,27 @@ def _check_kept(operator: str, window: int, sinks: int, least: int, granularity:
 
 
 def workspace_of(operator: str, workspace: int | None, tk: int, granularity: int) -> int:
-    lists = LIST_BYTES if -(-tk // granularity) > LONG_ROW else 0
-    least = QUERIES * (2 * (-(-tk // 128) * 128) + lists)
+    least = QUERIES * 2 * (-(-tk // 128) * 128)
     if workspace is None:
         return max(WORKSPACE, least)
     checks.positive(operator, "workspace", workspace, "It is bytes; None for 256 MiB.")
     if workspace < least:
         raise ValueError(
-            f"{operator}: workspace must be at least {least} bytes, the scores of {QUERIES} queries by {tk} keys"
-            f"{' and their lists' if lists else ''}, got {workspace}."
+            f"{operator}: workspace must be at least {least} bytes, the scores of {QUERIES} queries by {tk} keys, got "
+            f"{workspace}."
         )
     return workspace
 
 
-def _capacity(operator: str, capacity: int | None, k: int, tk: int) -> int:
-    if capacity is None:
-        return min(tk, 4 * k)
-    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
-        raise ValueError(f"{operator}: capacity must be an int of at least 0, or None, got {capacity!r}.")
-    return min(capacity, tk)
-
-
-def _fake(q: Tensor, k: Tensor, *rest: object) -> tuple[Tensor, Tensor, Tensor]:
-    scope = (q.shape[0], 1, -(-q.shape[2] // QUERIES))
-    return (
-        q.new_empty((*scope, k.shape[1]), dtype=torch.int64),
-        q.new_empty(scope, dtype=torch.int32),
-        q.new_empty((*scope, rest[-2]), dtype=torch.int32),  # type: ignore[arg-type]
-    )
+def _fake(q: Tensor, k: Tensor, *rest: object) -> Tensor:
+    return q.new_empty((q.shape[0], 1, -(-q.shape[2] // QUERIES), k.shape[1]), dtype=torch.int64)
 
 
 _select_topk = register(
     "select_topk(Tensor q, Tensor k, Tensor w, Tensor? bias, Tensor? lengths, Tensor? mean, Tensor? predictor, "
     "SymInt top, SymInt k_min, SymInt k_max, str rule, float temperature, float scale, bool causal, SymInt window, "
-    "SymInt sinks, SymInt workspace, SymInt capacity, SymInt granularity) -> (Tensor, Tensor, Tensor)",
+    "SymInt sinks, SymInt workspace, SymInt granularity) -> Tensor",
     cpu=_cpu.select_topk,
+    strided=("q", "k"),
     fake=_fake,
 )

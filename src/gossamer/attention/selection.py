@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,31 +14,25 @@ from gossamer._core import checks
 from gossamer._core.ops import register
 from gossamer.attention._torch import selection as _cpu
 
-_TENSORS = ("words", "counts", "indices")
 QUERIES = 64
-"""Queries that share a word, and a list of keys."""
+"""Queries that share a word."""
 
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The keys that each query attends to: 64 queries share a word a key, and a list of the keys any of them takes.
+    """The keys that each query attends to: 64 queries share a word a key, Tq * Tk / 8 bytes a scope.
 
-    The words alone say everything, in Tq * Tk / 8 bytes a scope; counts and indices are an index over them, from which
-    attention gathers. A block of queries whose keys are more than the U slots of its list is served by scanning its
-    words: exact, nothing is dropped. One object can serve many layers.
+    One object can serve many layers.
 
     Args:
         words: int64 `[B, S, n, Tk]` with n = ceil(Tq / 64): bit i of `words[b, s, m, j]` says that query 64 m + i takes
             key j. S is 1 where all heads share the selection, or one for each group or head. Bits of queries from Tq on
             are 0.
-        counts: int32 `[B, S, n]`, how many keys the block's queries take in union, also where that exceeds U.
-        indices: int32 `[B, S, n, U]`, those keys, ascending, and -1 behind the last. Where counts > U they are the
-            first U.
         num_queries: Tq.
 
     Raises:
-        ValueError: shapes or devices do not fit each other.
-        TypeError: a dtype is another.
+        ValueError: words have another shape.
+        TypeError: words are not int64.
 
     Source: Gated Sparse Attention (arXiv 2601.15305); the order of bits is what a tile of 64 queries by keys wants.
 
@@ -46,31 +41,24 @@ class Selection:
     """
 
     words: Tensor
-    counts: Tensor
-    indices: Tensor
     num_queries: int
 
     def __post_init__(self) -> None:
         operator = "attention.Selection"
-        given = {"words": self.words, "counts": self.counts, "indices": self.indices}
-        if not all(isinstance(tensor, Tensor) for tensor in given.values()):
+        words: Any = self.words
+        if not isinstance(words, Tensor):
             return  # PyTorch rebuilds nodes of a pytree with what is no tensor
-        for (name, tensor), dtype in zip(given.items(), (torch.int64, torch.int32, torch.int32), strict=True):
-            if tensor.dtype is not dtype:
-                raise TypeError(
-                    f"{operator}: {name} must be {checks.name_of(dtype)}, got {checks.name_of(tensor.dtype)}. "
-                    "Build a selection with Selection.from_mask or Selection.from_indices."
-                )
-        checks.same_device(operator, "words", self.words.device, counts=self.counts, indices=self.indices)
+        if self.words.dtype is not torch.int64:
+            raise TypeError(
+                f"{operator}: words must be int64, got {checks.name_of(self.words.dtype)}. "
+                "Build a selection with Selection.from_mask or Selection.from_indices."
+            )
         blocks = -(-self.num_queries // QUERIES)
         if self.words.dim() != 4 or self.words.shape[2] != blocks:
             raise ValueError(
                 f"{operator}: words must have shape [B, S, n, Tk] with n = ceil(num_queries / 64) = {blocks}, "
                 f"got {list(self.words.shape)}."
             )
-        checks.shape(operator, "counts", self.counts, tuple(self.words.shape[:3]), "[B, S, n]", "like words")
-        expected = (*self.words.shape[:3], self.indices.shape[-1] if self.indices.dim() else 0)
-        checks.shape(operator, "indices", self.indices, expected, "[B, S, n, U]", "like words")
 
     @property
     def num_keys(self) -> int:
@@ -78,75 +66,34 @@ class Selection:
         return self.words.shape[3]
 
     @property
-    def capacity(self) -> int:
-        """U: slots of each list of keys."""
-        return self.indices.shape[3]
-
-    @property
     def device(self) -> torch.device:
         return self.words.device
 
-    @property
-    def overflowed(self) -> Tensor:
-        """bool `[B, S, n]`, on the device: blocks of queries whose keys do not fit their list."""
-        return self.counts > self.capacity
-
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Selection:
         """The same selection on another device."""
-        words, counts, indices = (t.to(device, non_blocking=non_blocking) for t in self._tensors())
-        return Selection(words, counts, indices, self.num_queries)
+        return Selection(self.words.to(device, non_blocking=non_blocking), self.num_queries)
 
     def __repr__(self) -> str:
         """One line, for which nothing is asked of the device."""
         batch, scopes = self.words.shape[:2]
         return (
             f"Selection(batch={batch}, scopes={scopes}, num_queries={self.num_queries}, num_keys={self.num_keys}, "
-            f"capacity={self.capacity}, device={self.device})"
+            f"device={self.device})"
         )
 
-    def _tensors(self) -> tuple[Tensor, Tensor, Tensor]:
-        return self.words, self.counts, self.indices
-
     @classmethod
-    def from_words(cls, words: Tensor, num_queries: int, capacity: int | None = None) -> Selection:
-        """Counts and lists from words.
-
-        Args:
-            words: int64 `[B, S, n, Tk]`, as above.
-            num_queries: Tq.
-            capacity: U, or None for Tk: then every list is whole.
-
-        Raises:
-            ValueError, TypeError: as `Selection`; a capacity below 0.
-
-        >>> Selection.from_words(torch.tensor([[[[3, 0, 2]]]]), 2).indices.tolist()
-        [[[[0, 2, -1]]]]
-        """
-        operator = "attention.Selection.from_words"
-        checks.tensors(operator, words=words)
-        if words.dtype is not torch.int64 or words.dim() != 4:
-            raise ValueError(
-                f"{operator}: words must be int64 of shape [B, S, n, Tk], got {checks.name_of(words.dtype)} of shape "
-                f"{list(words.shape)}."
-            )
-        slots = _capacity(operator, capacity, words.shape[3])
-        counts, indices = union_of_words(words.contiguous(), slots)
-        return cls(words.contiguous(), counts, indices, num_queries)
-
-    @classmethod
-    def from_mask(cls, mask: Tensor, capacity: int | None = None) -> Selection:
+    def from_mask(cls, mask: Tensor) -> Selection:
         """From a dense mask, True where a query takes a key.
 
         Args:
             mask: bool `[B, Tq, Tk]`, or `[B, S, Tq, Tk]` with a mask for each group or head; any strides.
-            capacity: U, or None for Tk.
 
         Raises:
             ValueError: mask has another number of dimensions.
             TypeError: mask is not bool.
 
-        >>> Selection.from_mask(torch.ones(1, 3, 4, dtype=torch.bool)).counts.tolist()
-        [[[4]]]
+        >>> Selection.from_mask(torch.ones(1, 3, 4, dtype=torch.bool)).words.tolist()
+        [[[[7, 7, 7, 7]]]]
         """
         operator = "attention.Selection.from_mask"
         checks.tensors(operator, mask=mask)
@@ -158,17 +105,14 @@ class Selection:
         if mask.dim() not in (3, 4):
             raise ValueError(f"{operator}: mask must have shape [B, Tq, Tk] or [B, S, Tq, Tk], got {list(mask.shape)}.")
         mask = mask[:, None] if mask.dim() == 3 else mask
-        words = words_of_mask(mask.contiguous())
-        return cls.from_words(words, mask.shape[2], capacity)
+        return cls(words_of_mask(mask.contiguous()), mask.shape[2])
 
     def to_mask(self) -> Tensor:
         """Dense bool `[B, S, Tq, Tk]`."""
         return mask_of_words(self.words.contiguous(), self.num_queries)
 
     @classmethod
-    def from_indices(
-        cls, indices: Tensor, num_keys: int, mask: Tensor | None = None, capacity: int | None = None
-    ) -> Selection:
+    def from_indices(cls, indices: Tensor, num_keys: int, mask: Tensor | None = None) -> Selection:
         """From the keys of each query, in any order.
 
         Args:
@@ -176,7 +120,6 @@ class Selection:
             num_keys: Tk. On the CPU an index outside [-1, Tk) raises; on the GPU, where looking would make the host
                 wait, it is left out.
             mask: bool like indices, False where an index is to be left out, or None.
-            capacity: U, or None for Tk.
 
         Raises:
             ValueError: shapes do not fit; on the CPU, an index outside [-1, Tk).
@@ -209,7 +152,7 @@ class Selection:
         at = torch.where((indices < 0) | (indices >= num_keys), num_keys, indices)
         dense = torch.zeros(*indices.shape[:3], num_keys + 1, dtype=torch.bool, device=indices.device)
         dense.scatter_(3, at, True)
-        return cls.from_mask(dense[..., :num_keys], capacity)
+        return cls.from_mask(dense[..., :num_keys])
 
     def to_indices(self, k: int | None = None) -> tuple[Tensor, Tensor]:
         """(indices int64 `[B, S, Tq, k]`, ascending and -1 behind the last; mask bool, True where there is a key).
@@ -258,13 +201,12 @@ class Selection:
         )
 
     @classmethod
-    def from_block_mask(cls, block_mask: BlockMask, capacity: int | None = None) -> Selection:
+    def from_block_mask(cls, block_mask: BlockMask) -> Selection:
         """From FlexAttention's `BlockMask`, with a scope for each of its heads; its function is asked for every pair.
 
         Args:
             block_mask: of B sequences, S heads, Tq queries and Tk keys. Where blocks are full, its function has no say,
                 as in FlexAttention.
-            capacity: U, or None for Tk.
 
         Raises:
             TypeError: block_mask is no `BlockMask`.
@@ -285,7 +227,15 @@ class Selection:
         mask &= create_mask(block_mask.mask_mod, b, heads, tq, tk, device=str(device))
         if block_mask.full_kv_num_blocks is not None and block_mask.full_kv_indices is not None:
             mask |= _dense_blocks(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, block_mask)
-        return cls.from_mask(mask, capacity)
+        return cls.from_mask(mask)
+
+
+def everything(batch: int, num_queries: int, num_keys: int, device: torch.device) -> Selection:
+    """The selection in which each query takes each key."""
+    words = torch.full((batch, 1, -(-num_queries // QUERIES), num_keys), -1, dtype=torch.int64, device=device)
+    if num_queries % QUERIES:
+        words[:, :, -1] = (1 << num_queries % QUERIES) - 1
+    return Selection(words, num_queries)
 
 
 def _dense_blocks(counts: Tensor, indices: Tensor, block_mask: BlockMask) -> Tensor:
@@ -299,14 +249,6 @@ def _dense_blocks(counts: Tensor, indices: Tensor, block_mask: BlockMask) -> Ten
     blocks.scatter_(3, torch.where(listed, indices, width).long(), True)
     whole = blocks[..., :width].repeat_interleave(rows, 2).repeat_interleave(columns, 3)
     return whole[:, :, :tq, :tk].contiguous()
-
-
-def _capacity(operator: str, capacity: int | None, num_keys: int) -> int:
-    if capacity is None:
-        return num_keys
-    if not isinstance(capacity, int) or isinstance(capacity, bool) or capacity < 0:
-        raise ValueError(f"{operator}: capacity must be an int of at least 0, or None, got {capacity!r}.")
-    return min(capacity, num_keys)
 
 
 def _blocks(selection: Selection, size: int) -> tuple[Tensor, Tensor]:
@@ -329,8 +271,8 @@ torch.serialization.add_safe_globals([Selection])
 
 _pytree.register_pytree_node(
     Selection,
-    lambda selection: (list(selection._tensors()), selection.num_queries),
-    lambda tensors, num_queries: Selection(**dict(zip(_TENSORS, tensors, strict=True)), num_queries=num_queries),
+    lambda selection: ([selection.words], selection.num_queries),
+    lambda tensors, num_queries: Selection(next(iter(tensors)), num_queries),
     serialized_type_name="gossamer.attention.Selection",
 )
 
@@ -344,13 +286,6 @@ def _fake_mask(words: Tensor, num_queries: int) -> Tensor:
     return words.new_empty((*words.shape[:2], num_queries, words.shape[3]), dtype=torch.bool)
 
 
-def _fake_union(words: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    return (
-        words.new_empty(words.shape[:3], dtype=torch.int32),
-        words.new_empty((*words.shape[:3], capacity), dtype=torch.int32),
-    )
-
-
 words_of_mask = register(
     "words_of_mask(Tensor mask) -> Tensor",
     cpu=_cpu.words_of_mask,
@@ -360,9 +295,4 @@ mask_of_words = register(
     "mask_of_words(Tensor words, SymInt num_queries) -> Tensor",
     cpu=_cpu.mask_of_words,
     fake=_fake_mask,
-)
-union_of_words = register(
-    "union_of_words(Tensor words, SymInt capacity) -> (Tensor, Tensor)",
-    cpu=_cpu.union_of_words,
-    fake=_fake_union,
 )

@@ -6,16 +6,16 @@ from typing import Any, Literal, get_args, overload
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast, checks, tuning
-from gossamer._core.ops import needs_gradient, register, undispatched
+from gossamer._core import autocast, checks
+from gossamer._core.ops import register, undispatched
+from gossamer.attention._torch import indexer_loss as _indexer
 from gossamer.attention._torch import sparse_attention as _cpu
-from gossamer.attention._torch import straight_through as _through
 from gossamer.attention.selection import Selection
 
 MAX_HEAD_DIM = 256
 IndexerInputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q_idx, k_idx, w and bias, as `indexer_scores` takes them."""
-Path = Literal["decode", "tiles", "lists", "dense"]
+Path = Literal["decode", "tiles", "lists"]
 """Ways to go about it on the GPU; see `choose_path`."""
 
 
@@ -65,7 +65,7 @@ def sparse_attention(
     The last query stands beside the last key: beside key Tk - 1, or with `lengths` beside key lengths[b] - 1; where a
     sequence has fewer keys than there are queries, the first stands beside the first. A query that takes no key gives
     zeros, and has no gradient. A value that is NaN or infinite reaches each query of a block of 128 that has one who
-    takes it, or with path "dense" of a slab.
+    takes it.
 
     Args:
         q: `[B, H, Tq, D]`, float, D at most 256; any strides.
@@ -80,7 +80,7 @@ def sparse_attention(
             a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a scale
             of d ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries and T
             keys.
-        path: how the GPU goes about it, "decode", "tiles", "lists" or "dense"; None for what `choose_path` chooses.
+        path: how the GPU goes about it, "decode", "tiles" or "lists"; None for what `choose_path` chooses.
 
     Returns:
         `[B, H, Tq, D]`, the dtype of q, in memory as `[B, Tq, H, D]`; with return_lse also the float32 `[B, H, Tq]`,
@@ -102,16 +102,15 @@ def sparse_attention(
     scale = scale_of(OPERATOR, scale, q)
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
-    words, counts, indices = selection.words, selection.counts, selection.indices
-    chosen = _path(path, q, selection, needs_gradient(q, k, v))
-    if indexer is None:
-        call = undispatched(_sparse_attention, q, k, v, words, counts, indices, lengths)
-        out, lse = call(q, k, v, words, counts, indices, lengths, scale, causal, chosen)
-    else:
-        q_idx, k_idx, w, bias = _check_indexer(indexer, q, selection)
-        given = (q_idx, k_idx, w, bias, max(q_idx.shape[3], 1) ** -0.5)
-        call = undispatched(_sparse_attention_through, q, k, v, *given[:4])
-        out, lse = call(q, k, v, words, counts, indices, lengths, scale, causal, chosen, *given)
+    chosen = _path(path, q, selection)
+    given: tuple[Any, ...] = (None,) * 4
+    scale_idx = 1.0
+    if indexer is not None:
+        given = _indexer_inputs(indexer, q, selection)
+        scale_idx = max(given[0].shape[3], 1) ** -0.5
+    tensors = (q, k, v, selection.words, lengths)
+    call = undispatched(_sparse_attention, *tensors, *given)
+    out, lse = call(*tensors, scale, causal, chosen, *given, scale_idx)
     return (out, lse) if return_lse else out
 
 
@@ -121,48 +120,24 @@ FEW_QUERIES = 16
 
 SHORT = 1024
 """Keys up to which a list costs more to make than it leaves out, if neighbours share few keys."""
-WIDE = 1 << 26
-"""Products of float32 numbers in q k^T from which PyTorch's own are worth their launches, where D is at most 32."""
 
 
-def choose_path(
-    num_queries: int,
-    num_keys: int,
-    capacity: int = 0,
-    products: int = 0,
-    head_dim: int = 0,
-    training: bool = False,
-) -> Path:
-    """How the GPU goes about it, by what the host knows. `capacity` is the selection's; `products` are those of numbers
-    in q k^T, if these are float32 and no TF32 is allowed, else 0.
+def choose_path(num_queries: int, num_keys: int) -> Path:
+    """How the GPU goes about it, by what the host knows.
 
     - "decode" cuts the keys of a few queries among programs.
     - "tiles" is flash attention over all keys, in which a bit a score says what takes part: where keys are few.
     - "lists" gathers the keys of each group of neighbouring queries by a list.
-    - "dense" has PyTorch multiply all queries by all keys, and knows the bits in the softmax: in float32 arithmetic,
-      where tensor cores have no part, if keys are few, or lists may be as long as half of them, in training a third.
-
-    On an H200, forward and backward in 16 bits, tiles took 0.17 ms where lists took 0.30 for 733 keys (32 heads of 96,
-    keys drawn for each query), 0.10 each for 822 (drifting), and 0.91 where lists took 0.20 for 4,215 (8 heads of 128,
-    drifting). In float32 dense took 10.2 ms where lists took 23.7 (20 heads of 64, 4,259 keys, of which 972 are drawn
-    for each query), 1.98 where lists took 3.9 (4 heads of 64, 3,942 keys, of which 28 are drawn: lists of up to 1,792),
-    and 0.08 where tiles took 0.16 (one head of 96, 91 keys); on an H100 0.13 where tiles took 0.19 (2 times 28 heads of
-    32, 200 keys). Lists took 0.12 where dense took 0.63 (6 heads of 96, 2,276 keys, 98 of them drifting, forward).
     """
     if num_queries <= FEW_QUERIES:
         return "decode"
-    worth = products >= WIDE or (products > 0 and head_dim > 32)
-    if worth and (num_keys <= SHORT or (3 if training else 2) * capacity >= num_keys):
-        return "dense"
     return "tiles" if num_keys <= SHORT else "lists"
 
 
-def _path(path: str | None, q: Tensor, selection: Selection, training: bool) -> str:
+def _path(path: str | None, q: Tensor, selection: Selection) -> str:
     num_queries = q.shape[2]
     if path is None:
-        exact = q.dtype is torch.float32 and not tuning.tf32()
-        products = q.numel() * selection.num_keys if exact else 0
-        return choose_path(num_queries, selection.num_keys, selection.capacity, products, q.shape[3], training)
+        return choose_path(num_queries, selection.num_keys)
     if path not in get_args(Path) or (path == "decode" and num_queries > FEW_QUERIES):
         raise ValueError(
             f"{OPERATOR}: path must be one of {', '.join(get_args(Path))}, decode with at most {FEW_QUERIES} queries, "
@@ -222,24 +197,33 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
 MAX_INDEXER_HEADS = 16
 
 
-def _check_indexer(indexer: IndexerInputs, q: Tensor, selection: Selection) -> IndexerInputs:
-    """Shapes, dtypes and devices fit q; in the dtype of q where autocast is on."""
-    if not isinstance(indexer, tuple) or len(indexer) != 4:
-        raise TypeError(f"{OPERATOR}: indexer must be (q_idx, k_idx, w, bias), got {type(indexer).__name__}.")
+def check_indexer(operator: str, indexer: IndexerInputs, q: Tensor, selection: Selection) -> None:
+    """Shapes and devices fit q and the selection."""
     q_idx, k_idx, w, bias = indexer
-    checks.floating(OPERATOR, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
-    checks.same_device(OPERATOR, "q", q.device, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
-    (b, _, t, _), n = q.shape, q_idx.shape[1] if q_idx.dim() == 4 else 0
-    d = q_idx.shape[-1]
-    checks.shape(OPERATOR, "q_idx", q_idx, (b, n, t, d), "[B, n, T, d]", "like q")
-    checks.shape(OPERATOR, "k_idx", k_idx, (b, t, d), "[B, T, d]", "like q_idx")
-    checks.shape(OPERATOR, "w", w, (b, t, n), "[B, T, n]", "like q_idx")
-    checks.shape(OPERATOR, "bias", bias, (n,), "[n]", "like q_idx")
+    checks.floating(operator, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
+    checks.same_device(operator, "q", q.device, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
+    (b, _, t, _), n, d = q.shape, q_idx.shape[1] if q_idx.dim() == 4 else 0, q_idx.shape[-1]
+    checks.shape(operator, "q_idx", q_idx, (b, n, t, d), "[B, n, T, d]", "like q")
+    checks.shape(operator, "k_idx", k_idx, (b, t, d), "[B, T, d]", "like q_idx")
+    checks.shape(operator, "w", w, (b, t, n), "[B, T, n]", "like q_idx")
+    checks.shape(operator, "bias", bias, (n,), "[n]", "like q_idx")
     if selection.words.shape[1] != 1 or selection.num_keys != t:
         raise ValueError(
-            f"{OPERATOR}: with indexer, selection must have one scope and as many keys as queries, {t}, got "
+            f"{operator}: with an indexer, selection must have one scope and as many keys as queries, {t}, got "
             f"{selection.words.shape[1]} and {selection.num_keys}."
         )
+    if q.is_cuda and n > MAX_INDEXER_HEADS:
+        raise NotImplementedError(
+            f"{operator}: at most {MAX_INDEXER_HEADS} heads of the indexer run on the GPU, got {n}."
+        )
+
+
+def _indexer_inputs(indexer: IndexerInputs, q: Tensor, selection: Selection) -> IndexerInputs:
+    """The indexer's inputs, checked, and in the dtype of q where autocast is on."""
+    if not isinstance(indexer, tuple) or len(indexer) != 4:
+        raise TypeError(f"{OPERATOR}: indexer must be (q_idx, k_idx, w, bias), got {type(indexer).__name__}.")
+    check_indexer(OPERATOR, indexer, q, selection)
+    q_idx, k_idx, w, bias = indexer
     if autocast.enabled(q.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     if q_idx.dtype != q.dtype or k_idx.dtype != q.dtype:
@@ -247,34 +231,39 @@ def _check_indexer(indexer: IndexerInputs, q: Tensor, selection: Selection) -> I
             f"{OPERATOR}: q_idx and k_idx must have the dtype of q, {checks.name_of(q.dtype)}, got "
             f"{checks.name_of(q_idx.dtype)} and {checks.name_of(k_idx.dtype)}. Convert with q_idx.to(q.dtype)."
         )
-    if q.is_cuda and n > MAX_INDEXER_HEADS:
-        raise NotImplementedError(
-            f"{OPERATOR}: at most {MAX_INDEXER_HEADS} heads of the indexer run on the GPU, got {n}."
-        )
     return q_idx, k_idx, w, bias
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, words: Tensor, counts: Tensor, indices: Tensor, *_: Any) -> Any:
+def _fake(q: Tensor, k: Tensor, v: Tensor, words: Tensor, *_: Any) -> Any:
     b, h, tq, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(b, tq, h, d).transpose(1, 2), q.new_empty((b, h, tq), dtype=wide)
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, words, counts, indices, lengths, ctx.scale, ctx.causal, ctx.path = inputs
-    ctx.save_for_backward(q, k, v, *output, words, counts, indices, lengths)
+    *tensors, ctx.scale, ctx.causal, ctx.path = inputs[:8]
+    ctx.scale_idx = inputs[12]
+    ctx.save_for_backward(*tensors, *output, *inputs[8:12])
     ctx.set_materialize_grads(False)
 
 
 def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, *selected = ctx.saved_tensors
+    q, k, v, words, lengths, out, lse, *indexer = ctx.saved_tensors
     if grad is None and grad_lse is None:
-        return (None,) * 10
+        return (None,) * 13
     if grad is None:
         grad = torch.zeros_like(out)
-    call = undispatched(_sparse_attention_bwd, grad, grad_lse, q, k, v)
-    grads = call(grad, grad_lse, q, k, v, out, lse, *selected, ctx.scale, ctx.causal, ctx.path)
-    return (*(g if needed else None for g, needed in zip(grads, ctx.needs_input_grad)), *(None,) * 7)
+    needed = ctx.needs_input_grad
+    grads: tuple[Any, ...] = (None,) * 3
+    if any(needed[:3]):
+        call = undispatched(_sparse_attention_bwd, grad, grad_lse, q, k, v)
+        grads = call(grad, grad_lse, q, k, v, out, lse, words, lengths, ctx.scale, ctx.causal, ctx.path)
+    scores: tuple[Any, ...] = (None,) * 4
+    if any(needed[8:12]):
+        call = undispatched(_straight_through, grad, grad_lse, q, k, v, *indexer)
+        scores = call(grad, grad_lse, q, k, v, out, lse, *indexer, words, lengths, ctx.scale, ctx.scale_idx, ctx.causal)
+    grads = tuple(g if need else None for g, need in zip((*grads, *scores), (*needed[:3], *needed[8:12])))
+    return (*grads[:3], *(None,) * 5, *grads[3:], None)
 
 
 def _fake_bwd(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
@@ -287,10 +276,17 @@ def _launcher_bwd() -> Any:
     return sparse_attention_bwd
 
 
-_SELECTED = "Tensor words, Tensor counts, Tensor indices, Tensor? lengths, float scale, bool causal, str path"
+def _fake_through(grad: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
+    return tuple(x.new_empty(x.shape) for x in rest[5:9])
+
+
+_SELECTED = "Tensor words, Tensor? lengths, float scale, bool causal, str path"
 _sparse_attention = register(
-    f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}) -> (Tensor, Tensor)",
+    f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor? q_idx, Tensor? k_idx, Tensor? w, "
+    "Tensor? bias, float scale_idx) -> (Tensor, Tensor)",
     cpu=_cpu.sparse_attention,
+    # The indexer's inputs are for the gradient alone.
+    strided=("q", "k", "v", "q_idx", "k_idx", "w", "bias"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -299,55 +295,17 @@ _sparse_attention_bwd = register(
     "sparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     f"{_SELECTED}) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.sparse_attention_bwd,
+    strided=("grad", "q", "k", "v", "out"),
     gpu=_launcher_bwd,
     fake=_fake_bwd,
     once_differentiable=OPERATOR,
 )
-
-
-def _context_through(ctx: Any, inputs: Any, output: Any) -> None:
-    q, k, v, words, counts, indices, lengths, ctx.scale, ctx.causal, ctx.path, *indexer, ctx.scale_idx = inputs
-    ctx.save_for_backward(q, k, v, *output, words, counts, indices, lengths, *indexer)
-    ctx.set_materialize_grads(False)
-
-
-def _backward_through(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, out, lse, words, counts, indices, lengths, *indexer = ctx.saved_tensors
-    if grad is None and grad_lse is None:
-        return (None,) * 15
-    if grad is None:
-        grad = torch.zeros_like(out)
-    needed = ctx.needs_input_grad
-    grads: tuple[Any, ...] = (None,) * 3
-    if any(needed[:3]):
-        call = undispatched(_sparse_attention_bwd, grad, grad_lse, q, k, v)
-        selected = (words, counts, indices, lengths)
-        grads = call(grad, grad_lse, q, k, v, out, lse, *selected, ctx.scale, ctx.causal, ctx.path)
-    scores: tuple[Any, ...] = (None,) * 4
-    if any(needed[10:14]):
-        call = undispatched(_straight_through, grad, grad_lse, q, k, v, *indexer)
-        scores = call(grad, grad_lse, q, k, v, out, lse, *indexer, words, lengths, ctx.scale, ctx.scale_idx, ctx.causal)
-    grads = tuple(g if need else None for g, need in zip((*grads, *scores), (*needed[:3], *needed[10:14])))
-    return (*grads[:3], *(None,) * 7, *grads[3:], None)
-
-
-def _fake_through(grad: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
-    return tuple(x.new_empty(x.shape) for x in rest[5:9])
-
-
 _straight_through = register(
     "straight_through(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
     "Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, Tensor? lengths, float scale, float scale_idx, "
     "bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_through.straight_through,
+    cpu=_indexer.straight_through,
+    strided=("grad", "q", "out"),
     fake=_fake_through,
     once_differentiable=OPERATOR,
-)
-_sparse_attention_through = register(
-    f"sparse_attention_through(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor q_idx, Tensor k_idx, Tensor w, "
-    "Tensor bias, float scale_idx) -> (Tensor, Tensor)",
-    cpu=_through.sparse_attention_through,
-    fake=_fake,
-    setup_context=_context_through,
-    backward=_backward_through,
 )

@@ -31,7 +31,8 @@ def sparse_decode(
         k, v: `[B, G, Tk, D]`, or with page_table `[P, page_size, G, D]`, a pool of pages; dtype and device of q.
         selection: of Tq queries and Tk keys, its scopes S being 1, G or H.
         page_table: int `[B, n]` with n * page_size at least Tk: key j of a sequence is row j % page_size of page
-            page_table[b, j // page_size]. Pages of keys that nobody takes are not read.
+            page_table[b, j // page_size]. Pages of keys that no query takes are not read. A page outside the pool
+            raises on the CPU, and on the GPU, where looking would wait, queries that take its keys give NaN.
         scale, causal, lengths, return_lse: as in `sparse_attention`.
 
     Returns:
@@ -63,9 +64,8 @@ def sparse_decode(
     scale = scale_of(OPERATOR, scale, q)
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
-    words, counts, indices = selection.words, selection.counts, selection.indices
     call = undispatched(_sparse_decode, q, k, v)
-    out, lse = call(q, k, v, page_table, words, counts, indices, lengths, scale, causal)
+    out, lse = call(q, k, v, page_table, selection.words, lengths, scale, causal)
     return (out, lse) if return_lse else out
 
 
@@ -104,8 +104,9 @@ def _fake(q: Tensor, *_: Any) -> Any:
 
 
 _sparse_decode = register(
-    "sparse_decode(Tensor q, Tensor k, Tensor v, Tensor? table, Tensor words, Tensor counts, Tensor indices, "
+    "sparse_decode(Tensor q, Tensor k, Tensor v, Tensor? table, Tensor words, "
     "Tensor? lengths, float scale, bool causal) -> (Tensor, Tensor)",
     cpu=_cpu.sparse_decode,
+    strided=("k", "v"),
     fake=_fake,
 )

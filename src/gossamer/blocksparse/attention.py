@@ -276,6 +276,7 @@ _OPERANDS = (
 _attention = register(
     f"blocksparse_attention({_OPERANDS}) -> (Tensor, Tensor)",
     cpu=_cpu.attention,
+    strided=("q", "k", "v", "bias"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -284,6 +285,7 @@ _attention_bwd = register(
     f"blocksparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, bool with_bias, "
     "bool with_relative) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.attention_bwd,
+    strided=("grad", "out", "q", "k", "v", "bias"),
     gpu=_launcher_bwd,
     fake=_fake_bwd,
     once_differentiable=_NAME,

@@ -262,6 +262,7 @@ _matmul = register(
     f"blocksparse_matmul(Tensor a, Tensor b, {_LISTS}, SymInt z, SymInt m, SymInt k, SymInt n, int bm, int bk, int bn, "
     "bool trans_a, bool trans_b) -> Tensor",
     cpu=_cpu.matmul,
+    strided=("a", "b"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,

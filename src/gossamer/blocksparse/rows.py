@@ -159,6 +159,7 @@ def _most_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 _spread = register(
     "blocksparse_spread(Tensor vectors, Tensor index, Tensor grid) -> Tensor",
     cpu=_impl.spread,
+    strided=("vectors", "index", "grid"),
     gpu=lambda: _impl.spread,
     fake=lambda vectors, index, grid: vectors.new_empty(index.shape[0], vectors.shape[1]),
     setup_context=_context,
@@ -167,6 +168,7 @@ _spread = register(
 _collect = register(
     "blocksparse_collect(Tensor parts, Tensor index, Tensor grid) -> Tensor",
     cpu=_impl.collect,
+    strided=("parts", "index", "grid"),
     gpu=lambda: _impl.collect,
     fake=lambda parts, index, grid: parts.new_empty(grid.shape[0], parts.shape[1]),
     setup_context=_context,
@@ -183,6 +185,7 @@ _shifted = register(
 _most = register(
     "blocksparse_most(Tensor values, Tensor index, Tensor grid, int dim) -> Tensor",
     cpu=_impl.most,
+    strided=("values", "index", "grid"),
     gpu=lambda: _impl.most,
     fake=lambda values, index, grid, dim: values.new_empty(grid.shape[0], values.shape[-3 - dim]),
     setup_context=_most_context,

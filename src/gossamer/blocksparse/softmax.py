@@ -90,6 +90,7 @@ _softmax = register(
     "blocksparse_softmax(Tensor values, Tensor? mask, Tensor row_offsets, Tensor row_indices, Tensor col_indices, "
     "Tensor? elements, SymInt z, SymInt m, SymInt n, float scale) -> Tensor",
     cpu=_cpu.softmax,
+    strided=("mask",),
     fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),
     setup_context=_context,
     backward=_backward,

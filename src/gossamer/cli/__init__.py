@@ -1,9 +1,7 @@
-"""The command line: `gossamer doctor`, `gossamer bench`, `gossamer demo` and `gossamer sae` (extra `cli`)."""
+"""The command line: `gossamer doctor`, `gossamer sae` and `gossamer train` (extra `cli`)."""
 
 from __future__ import annotations
 
-import io
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -13,16 +11,14 @@ _COMMANDS = {
         "gossamer.cli.doctor",
         "Show versions and devices, say what computes each function on them, check the results.",
     ),
-    "bench": ("gossamer.cli.bench.command", "Measure gossamer beside its peers: table, JSON and plots."),
-    "demo": ("gossamer.cli.demo", "Train small models on real text, run every room beside its dense way, and report."),
     "sae": ("gossamer.cli.sae", "Extract a sparse autoencoder's latents to disk, and look at them."),
+    "train": ("gossamer.cli.train", "Train transformers whose feed-forward blocks become sparse."),
 }
 
 main: Callable[[], Any]
 
 try:
     import typer
-    from typer.core import TyperGroup
 except ModuleNotFoundError as error:
     if error.name != "typer":
         raise
@@ -34,8 +30,9 @@ except ModuleNotFoundError as error:
         )
 
 else:
+    from gossamer.cli.application import Group, application
 
-    class _LazyGroup(TyperGroup):
+    class _LazyGroup(Group):
         """Knows its commands by a line of help alone; imports one when it is invoked, so that help stays fast."""
 
         def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
@@ -44,29 +41,9 @@ else:
                 command = _load(name)
             return name, command, rest
 
-        def main(self, *args: Any, **kwargs: Any) -> Any:
-            # A terminal that lacks a character shows "?" for it: nobody should lose a run to its last line.
-            if isinstance(sys.stdout, io.TextIOWrapper):
-                sys.stdout.reconfigure(errors="replace")
-            return super().main(*args, **kwargs)
-
-        def invoke(self, ctx: Any) -> Any:
-            try:
-                return super().invoke(ctx)
-            except KeyboardInterrupt as interrupt:
-                # A command that has something to say about what it leaves behind says it in the exception.
-                typer.echo("; ".join(["gossamer: interrupted", *map(str, interrupt.args)]), err=True)
-                raise typer.Exit(130) from None
-
     def _load(name: str) -> Any:
         command = getattr(import_module(_COMMANDS[name][0]), name)
-        if isinstance(command, typer.Typer):
-            return typer.main.get_command(command)
-        single = typer.Typer(add_completion=False)
-        # Lines end where the source's do; paragraphs are for the terminal to break.
-        said = "\n\n".join(" ".join(part.split()) for part in (command.__doc__ or "").split("\n\n"))
-        single.command(name, help=said)(command)
-        return typer.main.get_command(single)
+        return typer.main.get_command(command if isinstance(command, typer.Typer) else application(command, name))
 
     def _placeholder() -> None:
         raise RuntimeError("gossamer: a command's placeholder was run instead of the command.")

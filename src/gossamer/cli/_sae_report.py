@@ -1,4 +1,4 @@
-"""The page of `gossamer sae report`: what an extraction holds, and a look at some of its latents."""
+"""The page of `gossamer sae report`: an extraction as a whole, and some of its latents."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from matplotlib.ticker import FuncFormatter
 
 from gossamer.cli.figure import SPARSE, rate_histogram, svg
 from gossamer.cli.page import context, page, table, tiles
-from gossamer.sae import Extraction
+from gossamer.extract import Extraction
 
 BUSIEST, SAMPLED = 8, 16
 CONTEXTS = 8
@@ -19,7 +19,7 @@ _SEED = 0
 
 
 def choose(found: Extraction) -> dict[str, list[int]]:
-    """The latents to look at when none are named: those that fire most, and some of the others that fire."""
+    """The latents to show when none are named: the busiest, and a sample of the others that fire."""
     order = found.firing_counts.argsort(descending=True, stable=True).tolist()
     alive = order[: int((found.firing_counts > 0).sum())]
     others = sorted(alive[BUSIEST:])

@@ -50,7 +50,7 @@ def _versions() -> Table:
 
 
 def _usable(device: torch.device, console: Console) -> bool:
-    """Whether gossamer runs on a device; says what it is."""
+    """Whether gossamer runs on a device, which it describes."""
     console.print(f"{device}: " + ", ".join(f"{k} {_readable(k, v)}" for k, v in describe(device).items()))
     if device.type != "cuda":
         return True
@@ -70,7 +70,7 @@ def _readable(key: str, value: Any) -> str:
 
 
 def _self_check(device: torch.device, paths: Paths, console: Console) -> list[str]:
-    """What went wrong on a device; notes in `paths`, by function and device, each way and the first variant it took."""
+    """The failures on a device. `paths` gets each path by function and device, and the first variant that took it."""
     failures, done, missed = [], 0, 0
     start, most = time.monotonic(), _SECONDS[device.type]
     for check in checks(device):
@@ -98,7 +98,7 @@ def _self_check(device: torch.device, paths: Paths, console: Console) -> list[st
 
 
 def _functions(paths: Paths, found: list[torch.device]) -> Table:
-    """What each public function ran as in the check, device by device."""
+    """The path of each public function in the check, device by device."""
     table = Table(title="what computes each function", title_justify="left")
     for column in ("function", *map(str, found)):
         table.add_column(column)
@@ -108,6 +108,6 @@ def _functions(paths: Paths, found: list[torch.device]) -> Table:
 
 
 def _ways(ways: dict[str, str]) -> str:
-    """The way that is usual, and others with what takes them."""
+    """The usual path, and each other path with the variants that take it."""
     shown = [f"{way} ({variant})" if number else way for number, (way, variant) in enumerate(ways.items())]
     return "; ".join(shown) or "-"

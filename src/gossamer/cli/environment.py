@@ -1,4 +1,4 @@
-"""What a measurement must be read with: versions, hardware, driver and commit."""
+"""Versions, hardware, driver and commit, without which a measurement says nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def versions() -> dict[str, str | None]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    # What is installed may leave out the build, as in "2.11.0" of "2.11.0+cu130".
+    # The metadata of the package may leave out the build, as in "2.11.0" of "2.11.0+cu130".
     found["torch"] = torch.__version__
     return found
 
@@ -53,7 +53,7 @@ def describe(device: torch.device) -> dict[str, Any]:
 
 
 def provenance(command: str, root: Path, device: torch.device) -> dict[str, Any]:
-    """What stands on top of a file of results: command, time of its start, commit at `root`, versions and hardware."""
+    """The head of a file of results: command, time of its start, commit at `root`, versions and hardware."""
     return {
         "command": command,
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -100,16 +100,16 @@ def _first_line(*command: str) -> str | None:
 
 
 def resolve_device(name: str, command: str) -> torch.device:
-    """What `--device` of a command means; "auto" is the first GPU, or the CPU where there is none.
+    """The device that `--device` of a command names; "auto" is the first GPU, or the CPU where there is none.
 
     Raises ValueError for a name that is no device of this machine.
     """
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     found = {str(device): device for device in devices()}
     if "cuda:0" in found:
         found["cuda"] = found["cuda:0"]
     if name not in found:
         rule = f"--device must be auto or a device of this machine ({', '.join(found)})"
-        raise ValueError(f"gossamer {command}: {rule}, got {name!r}.")
+        raise ValueError(f"{command}: {rule}, got {name!r}.")
     return found[name]

@@ -37,7 +37,7 @@ _STYLE: dict[Any, Any] = {
 
 
 def rate_histogram(axes: Axes, rates: np.ndarray) -> None:
-    """How many latents fire how often: `rates` `[d_sae]`, of which those that never did are left out."""
+    """A histogram of firing rates `[d_sae]`, without the latents that never fired."""
     fired = rates[rates > 0]
     if len(fired):
         edges = np.logspace(np.log10(fired.min()) - 0.05, np.log10(fired.max()) + 0.05, 50)
@@ -47,7 +47,7 @@ def rate_histogram(axes: Axes, rates: np.ndarray) -> None:
 
 
 def svg(draw: Callable[[Figure], None], height: float, width: float = 9) -> str:
-    """What `draw` puts on a figure of so many inches."""
+    """The SVG of a figure of so many inches, on which `draw` has drawn."""
     with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure)

@@ -9,7 +9,7 @@ from pathlib import Path
 def make_folder(path: Path, command: str) -> None:
     """Make the folder given as `--out`, so that a long run of `command` does not end with nowhere to write to.
 
-    Raises ValueError where there can be no such folder, or no file in it.
+    Raises ValueError where the folder, or a file in it, cannot be made.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -17,6 +17,5 @@ def make_folder(path: Path, command: str) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"gossamer {command}: --out must be a folder that can be written to, got {path}: {error.strerror}; "
-            "name another one."
+            f"{command}: --out must be a folder that can be written to, got {path}: {error.strerror}; name another one."
         ) from error

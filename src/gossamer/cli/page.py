@@ -1,4 +1,4 @@
-"""One HTML page that needs nothing else, and its parts: what the reports of the commands are made of."""
+"""One HTML page that needs no other file, and its parts, from which the commands make their reports."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def table(caption: str, names: Iterable[str], rows: Iterable[tuple[str, ...]]) -
 
 
 def context(value: float, before: str, marked: str, after: str) -> str:
-    """A line of a list: text around what is marked, with a value to be seen under the pointer."""
+    """A line of a list: a marked piece of text, the text around it, and a value that the pointer shows."""
     return (
         f'<li class="context" title="{value:.3f}"><span class="text before"><span>{line(before)}</span></span>'
         f'<span class="text"><mark>{line(marked)}</mark></span><span class="text after">{line(after)}</span></li>'

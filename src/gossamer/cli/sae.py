@@ -18,12 +18,13 @@ from rich.text import Text
 from safetensors import SafetensorError
 from torch import distributed
 
+from gossamer import extract as extraction
 from gossamer import nn
-from gossamer import sae as operators
 from gossamer._core.files import write_whole
 from gossamer.cli.environment import resolve_device
 from gossamer.cli.folder import make_folder
 from gossamer.cli.page import visible
+from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
 
 sae = typer.Typer(
@@ -57,7 +58,7 @@ def extract(
     shard_rows: int = typer.Option(65536, min=1, help="Rows a file; a multiple of --batch-size."),
     top: int = typer.Option(16, min=0, help="How many of its largest values to keep of each latent."),
 ) -> None:
-    """Encode activations and write the latents to shards, with what each latent did.
+    """Encode activations and write the latents to shards, with statistics of each latent.
 
     Of activations on disk: gossamer sae extract my-sae activations/ --out latents
 
@@ -77,7 +78,7 @@ def extract(
             )
         if model is not None and key is not None:
             raise ValueError("gossamer sae extract: --key names a tensor of activations; with --model there is none.")
-        where = str(resolve_device(device, "sae extract"))
+        where = str(resolve_device(device, "gossamer sae extract"))
         if by_torchrun and where.startswith("cuda"):
             where = f"cuda:{os.environ['LOCAL_RANK']}"
         sae_model = _load(autoencoder, where)
@@ -90,13 +91,12 @@ def extract(
             def progress(finished: int, total: int | None) -> None:
                 nonlocal done, step
                 if not done or finished - done < step:
-                    # What an earlier run has done, and how fast whole files of it are verified, says nothing about the
-                    # speed of this one.
+                    # The rows of an earlier run, which are only verified, say nothing about the speed of this run.
                     bar.reset(task, completed=max(finished - batch_size, 0), total=total, visible=True)
                 done, step = finished, finished - done
                 bar.update(task, completed=finished, total=total)
 
-            found = operators.extract(
+            found = extraction.extract(
                 rows, sae_model, out, key=key, batch_size=batch_size, shard_rows=shard_rows, top=top, progress=progress
             )
     except KeyboardInterrupt:
@@ -104,7 +104,7 @@ def extract(
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(f"gossamer sae extract: {_bare(str(error))}") from error
     except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith("sae.extract: rank"):
+        if isinstance(error, RuntimeError) and not str(error).startswith("extract: rank"):
             raise
         _complain("extract", error)
         if (out / "manifest.json").exists():
@@ -117,7 +117,7 @@ def extract(
 
 @sae.command()
 def show(
-    folder: Path = typer.Argument(help="What extract wrote, finished or not."),
+    folder: Path = typer.Argument(help="The folder of an extraction, finished or not."),
     feature: int | None = typer.Option(
         None, min=0, help="A latent, with the text it fires on if that is known; without it, the busiest of all."
     ),
@@ -125,7 +125,7 @@ def show(
 ) -> None:
     """Show how often, how strongly and where latents fire. It verifies the statistics; `check` verifies the shards."""
     with _told("show"):
-        found = operators.Extraction(folder)
+        found = Extraction(folder)
         if feature is None:
             _show_all(Console(), found, rows)
         elif feature < found.d_sae:
@@ -137,9 +137,9 @@ def show(
 
 @sae.command()
 def report(
-    folder: Path = typer.Argument(help="What extract wrote, finished or not."),
+    folder: Path = typer.Argument(help="The folder of an extraction, finished or not."),
     out: Path | None = typer.Option(
-        None, help="Folder for index.html, which needs nothing else; default: beside what extract wrote."
+        None, help="Folder for index.html, which needs no other file; default: the folder of the extraction."
     ),
     features: str | None = typer.Option(
         None, help="Latents to show, such as 1,5,9; default: the busiest, and a random sample that is always the same."
@@ -152,9 +152,9 @@ def report(
     from gossamer.cli._sae_report import choose, render
 
     with _told("report"):
-        found, out = operators.Extraction(folder), out or folder
+        found, out = Extraction(folder), out or folder
         chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
-        make_folder(out, "sae report")
+        make_folder(out, "gossamer sae report")
         content, file = render(found, chosen), out / "index.html"
         write_whole(
             "gossamer sae report", file, out / "index.html.partial", lambda path: path.write_text(content, "utf-8")
@@ -164,31 +164,27 @@ def report(
 
 
 @sae.command()
-def check(folder: Path = typer.Argument(help="What extract wrote, finished or not.")) -> None:
-    """Verify that every file holds what was written to it, by its checksum."""
+def check(folder: Path = typer.Argument(help="The folder of an extraction, finished or not.")) -> None:
+    """Verify by checksums that no file has changed since it was written."""
     with _told("check"):
         try:
             with _bar(Console()) as bar:
                 task = bar.add_task("rows", total=None, visible=False)
-                found = operators.Extraction.check(
+                found = Extraction.check(
                     folder, lambda done, rows: bar.update(task, completed=done, total=rows, visible=True)
                 )
         except ValueError as error:
-            # What was asked is right, and what was found is not.
+            # The question is right, and the files are not.
             _complain("check", error)
             raise typer.Exit(1) from None
     Console().print(repr(found), markup=False, soft_wrap=True)
-    if found.manifest["version"] == 1:
-        said = "An earlier version of gossamer wrote it, without checksums: its files are whole, and no more is known."
-    else:
-        said = f"{len(found)} shards, their statistics and the manifest hold what was written."
+    said = f"{len(found)} shards, their statistics and the manifest are as they were written."
     Console().print(said, markup=False, soft_wrap=True)
 
 
-def _say_what_was_verified(found: operators.Extraction) -> None:
-    if found.manifest["version"] > 1:
-        said = f"The statistics are as written. The shards were not verified: gossamer sae check {found.folder}"
-        Console().print(said, markup=False, soft_wrap=True, style="dim")
+def _say_what_was_verified(found: Extraction) -> None:
+    said = f"The statistics are as written. The shards were not verified: gossamer sae check {found.folder}"
+    Console().print(said, markup=False, soft_wrap=True, style="dim")
 
 
 def _bar(console: Console) -> Progress:
@@ -204,7 +200,7 @@ def _bar(console: Console) -> Progress:
 
 @contextmanager
 def _told(command: str) -> Iterator[None]:
-    """What may be wrong with what is on the disk, without a traceback, and in the name of the command."""
+    """Errors about files on the disk, without a traceback, and in the name of the command."""
     try:
         yield
     except (ValueError, FileNotFoundError) as error:
@@ -215,7 +211,7 @@ def _told(command: str) -> Iterator[None]:
 
 
 def _complain(command: str, error: Exception) -> None:
-    """Says what the system refused, and of what."""
+    """Prints the system's reason, and the file that it concerns."""
     reason, file = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None)
     said = _bare(f"{reason}: {file}" if file and str(file) not in reason else reason)
     Console(stderr=True, soft_wrap=True).print(f"gossamer sae {command}: {said}", style="bold red", markup=False)
@@ -223,7 +219,7 @@ def _complain(command: str, error: Exception) -> None:
 
 def _bare(message: str) -> str:
     """Without the name of the function that it comes from."""
-    return re.sub(r"^(gossamer )?sae[. ]\w+: ", "", message)
+    return re.sub(r"^(gossamer sae \w+|extract|Extraction): ", "", message)
 
 
 def _latents(features: str, d_sae: int) -> list[int]:
@@ -236,7 +232,7 @@ def _latents(features: str, d_sae: int) -> list[int]:
     return list(dict.fromkeys(map(int, names)))
 
 
-def _marked(found: operators.Extraction, row: int) -> list[Text]:
+def _marked(found: Extraction, row: int) -> list[Text]:
     """The text around a row, if it is known, on one line; quotation marks show the token where colours do not."""
     if not found.has_text:
         return []
@@ -244,7 +240,7 @@ def _marked(found: operators.Extraction, row: int) -> list[Text]:
     return [Text.assemble(before, ("«" + token + "»", "bold reverse"), after)]
 
 
-def _show_one(console: Console, found: operators.Extraction, feature: int, rows: int) -> None:
+def _show_one(console: Console, found: Extraction, feature: int, rows: int) -> None:
     fired = int(found.firing_counts[feature])
     console.print(f"latent {feature}: fired in {fired:,} of {found.rows:,} rows ({fired / max(found.rows, 1):.3%})")
     if not fired:
@@ -273,7 +269,7 @@ def _show_one(console: Console, found: operators.Extraction, feature: int, rows:
         console.print(table)
 
 
-def _show_all(console: Console, found: operators.Extraction, rows: int) -> None:
+def _show_all(console: Console, found: Extraction, rows: int) -> None:
     console.print(repr(found))
     console.print(_summary(found))
     table = Table(title="the latents that fire most", title_justify="left")
@@ -288,7 +284,7 @@ def _show_all(console: Console, found: operators.Extraction, rows: int) -> None:
     console.print(table)
 
 
-def _summary(found: operators.Extraction) -> str:
+def _summary(found: Extraction) -> str:
     fired, nonfinite = found.firing_counts, found.manifest["nonfinite"]
     left_out = f"; {nonfinite:,} values are not finite, and are left out" if nonfinite else ""
     latents = f"{int(fired.sum()) / max(found.rows, 1):.1f} latents a row"

@@ -1,4 +1,4 @@
-"""What `gossamer doctor` computes: public functions on small random data, each beside plain PyTorch in float64."""
+"""The check of `gossamer doctor`: public functions on small random data, each beside plain PyTorch in float64."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from gossamer import attention, blocksparse, ffn, gemm, rowsparse, sae
 from gossamer._core.ops import INTERPRET
 from gossamer.gemm.activations import Activation
 
-# What a result may differ from float64 at these sizes, relative to the largest element.
+# The largest difference from float64 at these sizes, relative to the largest element.
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 KINDS = {"_triton": "Triton", "_gluon": "Gluon"}
 REPEATED = "repeated"
@@ -26,7 +26,7 @@ REPEATED = "repeated"
 class Check:
     """A call of the public function `name`, which variant of it, and its result in dense float64.
 
-    What the call returns may be a container, and a container may be the first of several results.
+    The call may return a container, and a container may be the first of several results.
     """
 
     name: str
@@ -165,7 +165,8 @@ def _ffn(randn: Randn) -> Iterator[Check]:
     for method in ("gather", "union", "fused"):
         gated = partial(ffn.gated, x, gate, up, down, gate_bias=bias, method=method)
         yield Check("ffn.gated", method, gated, want)
-        yield Check("ffn.plain", method, partial(ffn.plain, x, gate, down, up_bias=bias, method=method), plain)
+        if method != "fused":
+            yield Check("ffn.plain", method, partial(ffn.plain, x, gate, down, up_bias=bias, method=method), plain)
 
 
 def _attention(randn: Randn) -> Iterator[Check]:
@@ -183,7 +184,7 @@ def _attention(randn: Randn) -> Iterator[Check]:
 
     def taken() -> Tensor:
         mask = attention.select_topk(q_idx, k_idx, w, bias, k=k).to_mask()[:, 0]
-        # Which key is the last may turn on rounding; what the keys that are taken score does not.
+        # Rounding may decide which key is the last; it does not change the sum of the scores.
         return (mask * scores).sum(-1)
 
     best = scores.masked_fill(~seen, 0).sort(dim=-1, descending=True).values[..., :k].sum(-1)

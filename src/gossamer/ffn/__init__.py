@@ -4,9 +4,10 @@
 torch.Size([2, 8])
 """
 
+from gossamer.ffn.activity import Activity
 from gossamer.ffn.gated import gated
 from gossamer.ffn.plain import plain
 from gossamer.ffn.sparse_block import SparseBlock
 from gossamer.ffn.tracker import BlockTracker
 
-__all__ = ["BlockTracker", "SparseBlock", "gated", "plain"]
+__all__ = ["Activity", "BlockTracker", "SparseBlock", "gated", "plain"]

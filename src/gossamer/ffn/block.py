@@ -1,10 +1,10 @@
-"""The two kinds of feed-forward block, gated and plain, and the ways through them."""
+"""The two kinds of feed-forward block, gated and plain, and the paths through them."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -12,12 +12,12 @@ from torch import Tensor
 from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import needs_gradient, undispatched
+from gossamer._core.ops import INTERPRET, needs_gradient, undispatched
 from gossamer._core.ranges import span
 from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, Path, choose_path, costs_of, sample_step
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
-from gossamer.ffn.transposed import Transposed
+from gossamer.ffn.training import differentiable, with_all
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.rowsparse.formats import threshold_dtype
 
@@ -29,8 +29,7 @@ METHODS = ("auto", *get_args(Path))
 @dataclass(slots=True, eq=False)
 class Block:
     """A block's operands: gate_weight [N, K] is what the activation follows, up_weight [N, K] is None in a plain one;
-    down_weight [D, N]; threshold [N] or None; `transposed` keeps a copy of down_weight for ways that gather its
-    columns."""
+    down_weight [D, N]; threshold [N] or None; `recompute` as in `gemm.gated_mlp`."""
 
     x: Tensor
     gate_weight: Tensor
@@ -41,7 +40,7 @@ class Block:
     down_weight: Tensor
     down_bias: Tensor | None
     activation: str
-    transposed: Transposed | None = None
+    recompute: bool = False
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
@@ -49,6 +48,10 @@ class Block:
             self.x, self.gate_weight, self.gate_bias, self.threshold, self.up_weight, self.up_bias, self.down_weight,
             self.down_bias,
         )  # fmt: skip
+
+    def sampled(self, step: int) -> Block:
+        """Of every so many rows, without gradients."""
+        return replace(self, x=self.x.detach()[::step])
 
 
 class Found(NamedTuple):
@@ -66,16 +69,16 @@ class Found(NamedTuple):
 _checked: Checked[Found] = Checked()
 
 
-def run(operator: str, block: Block, method: str, density: BlockTracker | None) -> Tensor:
-    """The block's result, `[..., D]`; `operator` and the block's names are those of the public function."""
+def run(operator: str, block: Block, method: str, density: BlockTracker | None, with_activity: bool = False) -> Any:
+    """The block's result, `[..., D]`, and with `with_activity` its `Activity` beside it; `operator` and the block's
+    names are those of the public function."""
     if isinstance(block.x, Tensor) and autocast.enabled(block.x.device):
         check(operator, block, method, density)
         cast = autocast.cast(block.x, block.gate_weight, block.up_weight, block.down_weight)
         names = ("x", "gate_weight", "up_weight", "down_weight")
-        # What autocast makes of a weight is gone after the call.
-        block = replace(block, **dict(zip(names, cast)), transposed=None)  # type: ignore[arg-type]
+        block = replace(block, **dict(zip(names, cast)))  # type: ignore[arg-type]
         with autocast.disabled(block.x.device):
-            return run(operator, block, method, density)
+            return run(operator, block, method, density, with_activity)
     tensors = block.tensors
     key = key_of(tensors, (method, type(density), tuning.tf32()))
     found = _checked.get(key)
@@ -85,7 +88,7 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
         checks.same_dtype(operator, "x", block.x, **weights)
         _, k, n, d = sizes
         cost = costs_of(n, k, d, block.up_weight is not None, block.x)
-        found = Found(*sizes, replace(cost, strided=True), cost)
+        found = Found(*sizes, replace(cost, by_rows=True), cost)
         _checked.keep(key, found)
     x = block.x
     if block.threshold is not None:
@@ -94,10 +97,15 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None) 
     if x.dim() != 2:
         block = replace(block, x=x.reshape(found.m, found.k))
     if needs_gradient(*tensors):
-        out = _differentiable(block)
+        out, activity = differentiable(
+            operator, block, found[:4], method, density, _differentiable, with_activity
+        )  # fmt: skip
+    elif with_activity:
+        out, activity = with_all(block)
     else:
         out = _inferred(operator, block, found, method, density)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], found.d)
+    out = out if x.dim() == 2 else out.view(*x.shape[:-1], found.d)
+    return (out, activity) if with_activity else out
 
 
 def _differentiable(block: Block) -> Tensor:
@@ -112,6 +120,7 @@ def _differentiable(block: Block) -> Tensor:
         gate_bias=block.gate_bias,
         up_bias=block.up_bias,
         down_bias=block.down_bias,
+        recompute=block.recompute,
     )
 
 
@@ -119,36 +128,28 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
     x, m = block.x, found.m
     tracker = density if method == "auto" else None
     grouped = x.is_cuda and m > FEW
-    rows = None
-    if x.is_cuda and not grouped and block.transposed is not None:
-        # Of few rows a copy takes more memory than time, but one that many rows have left is read.
-        rows = block.transposed.held(block.down_weight)
-    cost = found.by_rows if rows is None and block.down_weight.stride(0) > 1 else found.by_columns
-    recorded = unknown = False
+    cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
+    recorded = False
 
-    def way(known: Known | None, eager: bool) -> str:
+    def chosen(known: Known | None, eager: bool) -> str:
         return choose_path(known, m, cost, eager)
 
     if tracker is not None:
         tracker.rows.check_pinned(*METHODS[1:])
         # Nothing reads what a graph would record, and to look takes time.
         recorded = not checks.capturing() and tracker.due(8 if m >= MANY else 32)
-        method = tracker.path(way, grouped=grouped, due=recorded, key=(m, cost))
+        method = tracker.path(chosen, grouped=grouped, due=recorded, key=(m, cost))
     elif method == "auto":
-        unknown = True
-        method = way(None, not (torch.compiler.is_compiling() or checks.capturing()))
-        if grouped and m >= MANY and _samples(block):
-            method = "gather"
-    light = tracker is not None and tracker.light
+        method = chosen(None, not (torch.compiler.is_compiling() or checks.capturing()))
+    if method == "fused" and (block.up_weight is None or block.threshold is not None):
+        # One product serves gate and up of a ReLU or its square; every other block is computed layer by layer.
+        method = "dense"
     with span(f"gossamer::{operator}/{method}"):
         if method in ("gather", "union"):
             # The unions of a few groups tell whether it would pay.
             step = sample_step(m) if recorded else 0
-            if block.transposed is not None and (grouped or not x.is_cuda):
-                rows = block.transposed(block.down_weight)
-            operands = (*block.tensors[:-1], rows, block.down_bias)
-            options = (block.activation == "relu2", method == "union", step, unknown, light)
-            out, nnz, unions = undispatched(sparse_ffn, *operands)(*operands, *options)
+            options = (block.activation == "relu2", method == "union", step)
+            out, nnz, unions = undispatched(sparse_ffn, *block.tensors)(*block.tensors, *options)
         else:
             hidden = _fused(block) if method == "fused" else _hidden(block)
             out = linear(hidden, block.down_weight, block.down_bias)
@@ -156,15 +157,13 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
                 nnz, unions = sampled(hidden)
     if recorded:
         tracker.record(nnz, unions if grouped else None, cost.limit)  # type: ignore[union-attr]
+    if density is not None:
+        density.last_path = method
+        says = method in ("gather", "union") and not (x.is_cuda or INTERPRET or torch.compiler.is_compiling())
+        # The CPU says of how many rows it multiplied all; a tensor that a transform has wrapped says nothing.
+        if says and type(unions) is Tensor and 2 * int(unions) > m:
+            density.last_path = "dense"
     return out
-
-
-def _samples(block: Block) -> bool:
-    """Whether the device can choose between the sparse and the fused way by a sample of rows."""
-    from gossamer.ffn._triton.heavy import wants_rows
-
-    gate = (block.gate_weight, block.gate_bias, block.threshold)
-    return wants_rows(block.x, gate, block.up_weight, block.down_weight)
 
 
 def sampled(hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -196,8 +195,7 @@ def _hidden(block: Block) -> Tensor:
 
 
 def _fused(block: Block) -> Tensor:
-    if block.up_weight is None or block.threshold is not None:
-        return _hidden(block)
+    assert block.up_weight is not None
     return gemm.linear_glu(
         block.x,
         block.gate_weight,

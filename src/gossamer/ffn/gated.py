@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import Block, run
 from gossamer.ffn.tracker import BlockTracker
 from gossamer.gemm.activations import Activation, resolve_fixed
@@ -16,15 +17,20 @@ def gated(
     activation: Activation | str = "relu",
     method: str = "auto",
     density: BlockTracker | None = None,
+    with_activity: bool = False,
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Activity]:
     """(activation(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T, computing what the gate lets through.
 
-    Whatever way is taken the result is exact: rows with more entries than there is room for go through dense tiles.
+    The result is exact on every path: rows with more entries than there is room for go through dense tiles.
     NaN and Inf in the weights of up and down reach the rows that have their column; a dense product, and that of a
-    union, would spread them further. Where a gradient is needed the block is dense, as `gemm.gated_mlp`.
+    union, would spread them further.
+
+    Where a gradient is needed, `"gather"` and `"union"` compute both passes on lists of the entries that the gate lets
+    through, equations 3 and 4 of the paper, and keep these and x alone; `"auto"` does where `density` says that it
+    takes less time, and else computes all, as `gemm.gated_mlp`.
 
     Args:
         x: `[..., K]`, float, any strides.
@@ -33,13 +39,15 @@ def gated(
             many rows on a GPU a transposed copy is made in each call, unless `down_weight.t()` is contiguous.
         activation: of the gate: `"relu"`, `"relu2"` (squared), or `gemm.JumpReLU(threshold)` without a bandwidth,
             which keeps z > threshold (FATReLU); the threshold has no gradient.
-        method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles;
+        method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles; a CPU
+            multiplies the whole block where most rows have very many;
             `"union"` does that for groups of 32 neighbouring rows where they share entries, as far as that pays;
-            `"fused"` computes all, gate and up in one product; `"dense"` is plain PyTorch. `"auto"` takes what is
-            fastest by what is known: without `density`, `"gather"` on the CPU, unless the block is small, and for 4,096
-            rows or more of a ReLU on Hopper, where the device goes the dense way if a sample of rows is dense; else
-            `"fused"`, or `"dense"` where the host takes longer than the device.
+            `"fused"` computes all, gate and up in one product (`"dense"` with a threshold); `"dense"` is plain PyTorch.
+            `"auto"` takes what is fastest by what is known: without `density`, `"gather"` on the CPU, unless the block
+            is small; on a GPU a path that computes all.
         density: what follows how sparse the block is from call to call, for `"auto"`.
+        with_activity: whether the result is a pair whose second is an `ffn.Activity`: L1, which has a gradient, L0, and
+            on how many rows each neuron fired. Without gradients a block then computes all.
         gate_bias, up_bias: `[N]`, added in float32, or None.
         down_bias: `[D]`, or None.
 
@@ -50,7 +58,7 @@ def gated(
         ValueError: shapes or devices do not fit, or an activation or method that is not one of these.
         TypeError: dtypes differ or are not floating.
 
-    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", section 3.3; unions of
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.3 and 3.4; unions of
     neighbouring rows are this package's own.
 
     >>> gated(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3), torch.ones(5, 4)).tolist()[0]
@@ -59,4 +67,4 @@ def gated(
     fixed = resolve_fixed("ffn.gated", activation).parameters
     gate = (gate_weight, gate_bias, fixed.threshold)
     block = Block(x, *gate, up_weight, up_bias, down_weight, down_bias, fixed.name)
-    return run("ffn.gated", block, method, density)
+    return run("ffn.gated", block, method, density, with_activity)

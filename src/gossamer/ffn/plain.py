@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import Block, run
 from gossamer.ffn.tracker import BlockTracker
 from gossamer.gemm.activations import Activation, resolve_fixed
@@ -15,17 +16,19 @@ def plain(
     activation: Activation | str = "relu",
     method: str = "auto",
     density: BlockTracker | None = None,
+    with_activity: bool = False,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, Activity]:
     """activation(x @ up_weight.T) @ down_weight.T, multiplying down what the activation lets through.
 
-    The block of OPT, of T5 version 1.0 and of the original transformer. Exact in every way, as `gated`.
+    The block of OPT, of T5 version 1.0 and of the original transformer. Exact on every path, as `gated`.
 
     Args:
         x: `[..., K]`, float, any strides.
         up_weight: `[N, K]` as in `nn.Linear`, any strides; the dtype and device of x.
-        down_weight, activation, method, density: as in `gated`; `"fused"` is `"dense"` here.
+        down_weight, activation, density, with_activity: as in `gated`.
+        method: as in `gated`, without `"fused"`: a plain block has no gate to compute beside up.
         up_bias: `[N]`, added in float32, or None.
         down_bias: `[D]`, or None.
 
@@ -42,5 +45,10 @@ def plain(
     [[12.0, 12.0], [12.0, 12.0]]
     """
     fixed = resolve_fixed("ffn.plain", activation).parameters
+    if method == "fused":
+        raise ValueError(
+            'ffn.plain: method must be one of auto, gather, union, dense, got "fused": that makes gate and up in one '
+            'product, and a plain block has no gate. "dense" computes every neuron.'
+        )
     block = Block(x, up_weight, up_bias, fixed.threshold, None, None, down_weight, down_bias, fixed.name)
-    return run("ffn.plain", block, method, density)
+    return run("ffn.plain", block, method, density, with_activity)

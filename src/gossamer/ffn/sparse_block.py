@@ -5,28 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from gossamer._core.ops import needs_gradient
 from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.tracker import BlockTracker
-from gossamer.ffn.transposed import Transposed
 
 
 class SparseBlock:
-    """The way that a module's block goes where no gradient is needed, and what it keeps for that.
+    """The path of a module's block, and the counts that it is chosen by.
 
     A module has one as an attribute and calls it with its weights, which stay the module's own. Modules of `nn` and
     models that `integrations.transformers.patch` has changed have one; `sparsity` finds them by it. Copies and pickles
-    keep the way, and start anew.
+    keep the method, and count anew.
 
     Args:
-        method: the way, as in `gated`.
+        method: the path, as in `gated`.
         operator: the name that errors begin with.
 
     Attributes:
         density: the `BlockTracker` that `"auto"` follows.
-        observer: called with the operands of each call before it is computed, or None.
+        observer: called with the operands of each call before it is computed, with gradients and without, or None.
 
     Raises:
         ValueError: an unknown method.
@@ -41,11 +41,10 @@ class SparseBlock:
         self.method = method
         self.density = BlockTracker()
         self.observer: Callable[[Block], Any] | None = None
-        self._transposed = Transposed()
 
     @property
     def method(self) -> str:
-        """The way, as in `gated`; may be set at any time."""
+        """The path, as in `gated`; may be set at any time."""
         return self._method
 
     @method.setter
@@ -56,13 +55,11 @@ class SparseBlock:
 
     @property
     def last_path(self) -> str | None:
-        """The way last taken of those that `gated` names, or None before there was a call without gradients."""
-        return self.density.last_path
+        """The path last taken of those that `gated` names, or None before there was a call.
 
-    @property
-    def copied_bytes(self) -> int:
-        """Memory that a transposed copy of the down projection's weight takes."""
-        return self._transposed.nbytes
+        A CPU looks at the gate first: where most of it is active `"gather"` multiplies the whole block, which is
+        `"dense"`."""
+        return self.density.last_path
 
     def __call__(
         self,
@@ -75,20 +72,27 @@ class SparseBlock:
         down_bias: Tensor | None,
         *,
         activation: str,
-    ) -> Tensor | None:
+        recompute: bool = False,
+        with_activity: bool = False,
+    ) -> Any:
         """The block's result `[..., D]` as of `gated`, or of `plain` where up_weight is None; None, and nothing
-        computed, where the activation is not sparse or a gradient is needed."""
+        computed, where the activation is not sparse, or a gradient is needed and the way computes all. `recompute` is
+        for gradients of a gated block that "auto" computes whole, as in `gemm.gated_mlp`. With `with_activity` the
+        result is a pair, as of `gated`."""
         operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
-        if activation not in NAMES or needs_gradient(*operands):
+        if activation not in NAMES:
             return None
-        block = Block(*operands, activation, self._transposed)
-        if self.observer is not None:
-            self.observer(block)
-        if self.method == "auto":
-            return run(self.operator, block, "auto", self.density)
-        # Nothing follows the counts then, and small blocks would feel them.
-        self.density.last_path = self.method
-        return run(self.operator, block, self.method, None)
+        block = Block(*operands, activation, recompute)
+        self.observe(block)
+        if self.method in ("fused", "dense") and needs_gradient(*operands):
+            return None
+        return run(self.operator, block, self.method, self.density, with_activity)
+
+    def observe(self, block: Block) -> None:
+        """Tells the observer of a call; not of one that a checkpoint repeats in a backward pass."""
+        if self.observer is not None and torch._C._current_graph_task_id() == -1:
+            with torch.no_grad():
+                self.observer(block)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "observer": None}

@@ -1,4 +1,4 @@
-"""What a feed-forward block knows of its own sparsity, and the way it takes."""
+"""The counts by which a feed-forward block knows its own sparsity, and the path that it takes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer._core.recompute import recomputed
 from gossamer.rowsparse import Density, DensityTracker
 
+EVERY = 8
 _MOST = 256
 """Answers that are kept: of so many numbers of rows."""
 
@@ -28,15 +30,14 @@ class BlockTracker:
     """Follows how many entries the rows of one block have, and how many columns groups of neighbours have in all.
 
     Made of two `rowsparse.DensityTracker`s, and with their promises: nothing waits for the device, and the same calls
-    take the same ways. A block that has one is called with `density=tracker` and `method="auto"`.
+    take the same paths. A block that has one is called with `density=tracker` and `method="auto"`.
 
     Args:
         lag: how many calls late statistics are read, of those that are recorded.
-        pinned: the name of a way that is always taken, or None.
+        pinned: the name of a path that is always taken, or None.
 
     Attributes:
-        last_path: the name of the way last taken, or None.
-        light: whether rows were seen, and none with more entries than the limit.
+        last_path: the name of the path last taken, or None.
         rows, unions: the trackers.
 
     Raises:
@@ -49,11 +50,10 @@ class BlockTracker:
     def __init__(self, lag: int = 4, pinned: str | None = None) -> None:
         self.rows, self.unions = DensityTracker(lag, pinned), DensityTracker(lag)
         self.last_path: str | None = None
-        self._looked = 0
+        self._looked = self._trained = 0
         self._seen: Density | None = None
-        self._ways: dict[Hashable, str] = {}
+        self._paths: dict[Hashable, str] = {}
         self._on_device: str | None = None
-        self.light = False
 
     def due(self, every: int) -> bool:
         """Whether this call, if its entries are recorded, shall be: each until something is known, and one of `every`
@@ -64,6 +64,14 @@ class BlockTracker:
         self._looked += 1
         return self._seen is None or self._looked % every == 1
 
+    def due_in_training(self) -> bool:
+        """Whether a call with gradients that computes everything counts the entries of some rows: the first few, and
+        then one of EVERY."""
+        if torch.compiler.is_compiling() or checks.capturing() or recomputed():
+            return False
+        self._trained += 1
+        return self._trained <= self.rows.lag or self._trained % EVERY == 0
+
     def path(
         self,
         choose: Callable[[Known | None, bool], str],
@@ -72,11 +80,11 @@ class BlockTracker:
         due: bool = True,
         key: Hashable = None,
     ) -> str:
-        """The name of the way this call goes; to a call that is due, one of `record` belongs.
+        """The name of the path that this call takes; to a call that is due, one of `record` belongs.
 
         Args:
-            choose: from what is known, or None, and whether the host launches the way now, to the way's name; pure.
-                A graph and a compiled region go the way that the device alone would.
+            choose: from what is known, or None, and whether the host launches the path now, to the path's name; pure.
+                A graph and a compiled region take the path that the device alone would.
             grouped: false of few rows, of whose unions nothing is recorded.
             due: false where nothing is recorded, so that nothing new is known either.
             key: what else `choose` follows, such as the number of rows: its answers are kept until more is known.
@@ -94,17 +102,17 @@ class BlockTracker:
             self.rows.path(lambda _: "", training=False)
             known = self.rows.known(training=False)
             if known is not self._seen:
-                self._seen, self.light = known, known is not None and known.over == 0
-                self._ways.clear()
-        way = self.rows.pinned or self._ways.get(key)
-        if way is None:
-            if len(self._ways) >= _MOST:
-                self._ways.clear()
+                self._seen = known
+                self._paths.clear()
+        path = self.rows.pinned or self._paths.get(key)
+        if path is None:
+            if len(self._paths) >= _MOST:
+                self._paths.clear()
             both = self._known()
-            way, self._on_device = choose(both, True), choose(both, False)
-            self._ways[key] = way
-        self.last_path = way
-        return way
+            path, self._on_device = choose(both, True), choose(both, False)
+            self._paths[key] = path
+        self.last_path = path
+        return path
 
     def _known(self) -> Known | None:
         rows = self.rows.known(training=False)

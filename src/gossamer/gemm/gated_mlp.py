@@ -10,7 +10,6 @@ from gossamer._core import autocast, checks
 from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
-from gossamer.gemm.gated_mlp_path import path_of
 from gossamer.gemm.linear_glu import check_operands, linear_glu, linear_glu_operator, products_bwd
 
 
@@ -138,6 +137,6 @@ def _retained() -> bool:
 _gated_mlp_bwd_ = register(
     "gated_mlp_bwd_(Tensor grad, Tensor down_weight, Tensor(a!) gate, Tensor(b!) up, str activation) -> Tensor",
     cpu=_cpu.gated_mlp_bwd_,
+    strided=("grad", "down_weight"),
     fake=lambda grad, down_weight, gate, up, activation: torch.empty_like(gate),
-    path=path_of,
 )

@@ -44,7 +44,8 @@ def linear_glu(
 
     Returns:
         `[..., N]` in the dtype of the weights, differentiable in x, weights and biases. Sums and gating are float32
-        (float64 for float64), rounded once; on the CPU PyTorch's products are rounded before they are gated.
+        (float64 for float64). On Hopper the result is rounded once; where the library multiplies (docs/gemm.md) its
+        products are rounded before they are gated.
 
     Raises:
         ValueError: shapes or devices do not fit, or an unknown activation.
@@ -176,6 +177,7 @@ _OPERANDS = "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? gate_bias,
 linear_glu_operator = register(
     f"linear_glu({_OPERANDS}, bool keep) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.linear_glu,
+    strided=("x", "gate_weight", "up_weight"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -184,12 +186,14 @@ linear_glu_operator = register(
 _linear_glu_bwd = register(
     f"linear_glu_bwd(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)",
     cpu=_cpu.linear_glu_bwd,
+    strided=("grad", "x", "gate_weight", "up_weight"),
     fake=lambda grad, x, *_: (x.new_empty(grad.shape), x.new_empty(grad.shape)),
     once_differentiable="gemm.linear_glu",
 )
 _glu_bwd = register(
     "glu_bwd(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
     cpu=_cpu.glu_bwd,
+    strided=("grad",),
     fake=lambda grad, gate, up, activation: (torch.empty_like(gate), torch.empty_like(up)),
     once_differentiable="gemm.linear_glu",
 )

@@ -184,6 +184,7 @@ _linear_pack = register(
     "linear_pack(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, int tile, int slots, SymInt? capacity, "
     "bool squared) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.linear_pack,
+    strided=("x", "weight"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
-from gossamer.gemm.aligned import copies, readable
+from gossamer.gemm.linear_glu_path import readable
 from gossamer.rowsparse.dense_product import dense_seconds
 
 Path = Literal["torch", "hopper", "blocks"]
@@ -27,19 +27,17 @@ def path_of(x: Tensor, weight: Tensor, *rest: Any) -> str:
 
 
 def packs(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
-    """Whether Hopper's kernel can write the tiles, and read the operands or what `aligned` makes of them: x by rows,
-    weight by rows or columns."""
+    """Whether Hopper's kernel can write the tiles, and read x by rows and weight by rows or columns."""
     if INTERPRET or not tuning.hopper(x.device) or tile != TILE or slots & (slots - 1):
         return False
-    copied = copies(x.shape[0], weight.shape[0])
-    return readable(x, copied) and readable(weight if weight.stride(1) == 1 else weight.t(), copied)
+    return readable(x) and readable(weight if weight.stride(1) == 1 else weight.t())
 
 
 FEW = 32
 """Rows up to which a tile of 128 is not worth its while."""
 START, STEP, PACK = 9e-6, 0.75e-6, 5e-6
 """Seconds that Hopper's kernel takes: with the sum of its counts, whatever there is to do; for 64 of K of a tile a
-program; and at least for a tile, to pack it. A fit to seven random shapes on an H200 (`gossamer bench sweep`)."""
+program; and at least for a tile, to pack it. A fit to seven random shapes on an H200 (`python -m benchmarks sweep`)."""
 
 
 def library_is_faster(x: Tensor, weight: Tensor) -> bool:

@@ -6,10 +6,12 @@ from gossamer.nn.block_sparse_linear import BlockSparseLinear
 from gossamer.nn.block_sparse_rowwise import BlockSparseRowwise
 from gossamer.nn.checkpoint import load, save
 from gossamer.nn.distributed import data_parallel, shard
-from gossamer.nn.gated_sparse_attention import GatedSparseAttention, GatedSparseAttentionReference
+from gossamer.nn.gated_sparse_attention import GatedSparseAttention
+from gossamer.nn.gated_sparse_reference import GatedSparseAttentionReference
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.median import geometric_median
 from gossamer.nn.mlp import MLP, GatedMLP
+from gossamer.nn.neuron_parallel import NeuronParallel
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, TopKSAE
 from gossamer.nn.transcoder import Transcoder
 
@@ -24,6 +26,7 @@ __all__ = [
     "GatedSparseAttentionReference",
     "JumpReLUSAE",
     "MLP",
+    "NeuronParallel",
     "SAELoss",
     "TopKSAE",
     "Transcoder",

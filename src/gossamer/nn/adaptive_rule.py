@@ -82,6 +82,15 @@ class AdaptiveRule(nn.Module):
         super()._apply(moved, recurse)
         return self
 
+    @staticmethod
+    def rename_published(state_dict: dict[str, Any], prefix: str) -> None:
+        """Moves the network of the rule "learned" from the layers in which it is published to `adaptive_k`."""
+        layers = [f"{prefix}topk_selector.k_predictor.{name}" for name in ("0.weight", "0.bias", "2.weight", "2.bias")]
+        if all(name in state_dict for name in layers):
+            inner, bias, outer, mean = (state_dict.pop(name) for name in layers)
+            state_dict[f"{prefix}adaptive_k.predictor"] = torch.cat([inner, bias[:, None], outer.t()], 1)
+            state_dict[f"{prefix}adaptive_k.mean"] = mean.reshape(())
+
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         found = state_dict.get(f"{prefix}mean")
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -13,6 +13,7 @@ from gossamer._core import checks
 from gossamer.blocksparse import Layout, Relative
 from gossamer.nn.gated_sparse_attention import RotaryEmbedding
 from gossamer.nn.plain import why_called
+from gossamer.nn.rotary_embedding import check_positions
 
 OPERATOR = "nn.BlockSparseAttention"
 
@@ -166,6 +167,7 @@ class BlockSparseAttention(nn.Module):
                 )
             if position_ids is None:
                 position_ids = torch.arange(x.shape[1], device=x.device)
+            check_positions(OPERATOR, position_ids, x)
             cos, sin = self.rotary_emb(position_ids)
             heads = self.num_heads, self.num_kv_heads
             plain = {"value_gate": False, "output_gate": False}

@@ -13,7 +13,6 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer._core import checks, files
-from gossamer.nn.distributed import Sharded
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.sae import BatchTopKSAE, SparseAutoencoder, TopKSAE
 from gossamer.nn.transcoder import Transcoder
@@ -87,7 +86,7 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     operator = "nn.save"
     if not isinstance(model, Model):
         raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
-    if isinstance(model, Sharded):
+    if model.sharded:
         raise TypeError(f"{operator}: model holds a slice of its latents, as nn.shard made it. Save model.gathered().")
     if layout not in ("sae_lens", "sparsify"):
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
@@ -100,6 +99,10 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
         )
     beside = (*_STATISTICS, *_STEERING)
     tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in beside}
+    if isinstance(model, JumpReLUSAE) and model.steered:
+        # The parameters behind the biases are in units of the scale.
+        tensors |= {"b_enc": model.b_enc.detach(), "b_dec": model.b_dec.detach()}
+        del tensors["scaled_b_enc"], tensors["scaled_b_dec"]
     own = {"W_enc", "b_enc", "W_dec", "b_dec"} | next(names for kind, names in _OWN.items() if isinstance(model, kind))
     if strange := sorted(tensors.keys() - own | own - tensors.keys() - {"W_skip"}):
         raise TypeError(
@@ -120,7 +123,7 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     else:
         if isinstance(model, JumpReLUSAE):
             del tensors["log_threshold"]
-            tensors |= {"threshold": model.threshold.detach()} | model.without_scale()
+            tensors["threshold"] = model.threshold.detach()
             config = {"architecture": "jumprelu", "apply_b_dec_to_input": False}
         elif isinstance(model, BatchTopKSAE):
             tensors["threshold"] = model.threshold.expand(model.d_sae)
@@ -195,23 +198,13 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
         raise ValueError(f"{operator}: {weights} holds {unused[0]}, with which these modules do nothing.")
     dtype = dtype or torch.promote_types(tensors["W_enc"].dtype, tensors["W_dec"].dtype)
     model = make(dtype=dtype, device=device)
-    model.load_state_dict(_folded(model, config, tensors), strict=False)
-    statistics = folder / _TRAINING
+    state, statistics = _folded(model, config, tensors), folder / _TRAINING
     if statistics.is_file() and _written_with(operator, statistics, weights):
-        model.load_state_dict(_read(operator, statistics), strict=False)
-        _scale_again(model)
+        state |= _read(operator, statistics)
+    model.load_state_dict(state, strict=False)
     if isinstance(model, JumpReLUSAE):
         model.go_on()
     return model
-
-
-@torch.no_grad()
-def _scale_again(model: Model) -> None:
-    """What `without_scale` did, undone."""
-    if isinstance(model, JumpReLUSAE) and model.steered:
-        model.W_enc.div_(model.input_scale)
-        model.W_dec.mul_(model.input_scale)
-        model.b_dec.mul_(model.input_scale)
 
 
 def _digest(weights: Path) -> str:
@@ -348,7 +341,7 @@ def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str,
         tensors["log_threshold"] = threshold.to(model.log_threshold.dtype).log()
     if isinstance(model, BatchTopKSAE):
         tensors["threshold"] = tensors["threshold"][0]
-    return {name: t for name, t in tensors.items() if name in model.state_dict()}
+    return {name: t for name, t in tensors.items() if name in {"b_enc", "b_dec", *model.state_dict()}}
 
 
 def _read(operator: str, file: Path) -> dict[str, Tensor]:

@@ -1,26 +1,25 @@
 """Autoencoders over several processes: their latents spread over them, or their data."""
 
 import copy
+import warnings
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
 
-from gossamer import sae
 from gossamer._core.recompute import recomputed
 from gossamer.nn import _recipe
+from gossamer.nn._placement import DIMENSION, OnRanks, as_bytes, like, slice_of, tensors_of
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, SparseAutoencoder, TopKSAE
 from gossamer.nn.transcoder import Transcoder
-from gossamer.rowsparse import ELL, Rows
-from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
+from gossamer.sae.sharded import check_group, sum_over
 
-_DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "log_threshold": 0, "firing_counts": 0, "steps_since_fired": 0}
-"""Along which dimension a tensor of an autoencoder lists the latents."""
-_WHOLE = ("b_dec", "threshold", "W_skip", "input_scale", "steering")
-"""What all ranks hold whole."""
+_WHOLE = ("b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering")
+"""Tensors that every rank holds whole."""
 _SETTINGS = {"d_in", "d_out", "d_sae", "k", "threshold_rate", "capacity", "aux_coefficient", "aux_k", "dead_after"}
 _SETTINGS |= {
     "bandwidth",
@@ -33,131 +32,10 @@ _SETTINGS |= {
     "initial_threshold",
     "warm_up",
 }
-"""What `shard` may copy. A term of the loss that sums over latents has to sum over ranks; a new setting may be one."""
+"""Settings that `shard` may copy. A term of the loss that sums over latents has to sum over ranks: a new setting may
+bring one."""
 
 Kind = TypeVar("Kind", TopKSAE, BatchTopKSAE, JumpReLUSAE, Transcoder)
-
-
-class Sharded(SparseAutoencoder):
-    """What `shard` makes of an autoencoder: the rows that it encodes to have this rank's latents as columns.
-
-    Attributes:
-        group: the process group.
-        latents: `range`, which of the `d_sae` latents this rank holds.
-    """
-
-    group: Any
-    latents: range
-
-    def _latents(
-        self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
-    ) -> tuple[ELL, Tensor]:
-        weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
-        return sae.encode_sharded_with_l0(x, *weights, **options, group=self.group)
-
-    def _way(self, x: Tensor) -> str:
-        # The sum over ranks takes packed latents.
-        return "sparse"
-
-    def _record(self, nnz: Tensor | None) -> None:
-        """Nothing to choose by it."""
-
-    def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:
-        """Of this rank's latents, those that all ranks' would be chosen from, and whether they are chosen and dead."""
-        _, size = check_group("nn.shard", self.group)
-        keys, which = self._silence(self.latents.start, self.d_sae).topk(min(count, len(self.latents)))
-        padded = torch.cat([keys, keys.new_full((count - len(keys),), -1)])
-        found = [torch.empty_like(padded) for _ in range(size)]
-        dist.all_gather(found, padded, group=self.group)
-        last = torch.cat(found).topk(min(count, self.d_sae)).values[-1]
-        return which, self.dead()[which] & (keys >= last)
-
-    def _estimate(self, rows: ELL, W_dec: Tensor) -> Tensor:
-        return sae.decode_sharded(rows, W_dec, group=self.group)
-
-    def _any(self, flags: Tensor) -> Tensor:
-        return sum_over(flags.any().int(), self.group) > 0
-
-    def _none_is_dead(self) -> bool:
-        # What one rank knows another may not, and all of them have to take part.
-        return False
-
-    def decode(self, rows: Rows) -> Tensor:
-        """This rank's latents `(..., d_sae_r)` -> the reconstruction `[..., d_in]`; see `sae.decode_sharded`."""
-        return super().decode(rows)
-
-    def _decoded(self, rows: Rows) -> Tensor:
-        return sae.decode_sharded(rows, self.W_dec, self.b_dec, group=self.group)
-
-    def gathered(self, rank: int | None = None) -> Any:
-        """The whole autoencoder, on the CPU: for `nn.save`, or to use it on one device. Every rank has to call it.
-
-        Args:
-            rank: the rank of the group that gets it, while the others get None; by default all get it.
-        """
-        here, size = check_group("nn.shard: gathered", self.group)
-        ranges = [_range(self.d_sae, r, size) for r in range(size)]
-        memo: dict[int, Any] = {id(self.group): None}
-        for name, tensor in _tensors(self):
-            found = tensor.detach()
-            if name in _DIMENSION:
-                found = _joined(found, _DIMENSION[name], ranges, here, self.group, rank in (None, here))
-            found = found.clone() if found.device.type == "cpu" else found.cpu()
-            memo[id(tensor)] = _like(tensor, found)
-        if rank not in (None, here):
-            return None
-        model = copy.deepcopy(self, memo)
-        del model.group, model.latents
-        model.__class__ = next(kind for kind, spread in _SHARDED.items() if spread is type(self))
-        return model
-
-    def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, latents={self.latents.start}:{self.latents.stop}"
-
-
-class ShardedTopKSAE(Sharded, TopKSAE):
-    """See `shard`."""
-
-
-class ShardedTranscoder(Sharded, Transcoder):
-    """See `shard`."""
-
-
-class ShardedBatchTopKSAE(Sharded, BatchTopKSAE):
-    """See `shard`."""
-
-    def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
-        # How many entries this rank has is not known.
-        return self._encode(x)
-
-    def _smallest(self, rows: Rows | Tensor) -> Tensor:
-        least = super()._smallest(rows)
-        dist.all_reduce(least, dist.ReduceOp.MIN, group=self.group)
-        return least
-
-
-class ShardedJumpReLUSAE(Sharded, JumpReLUSAE):
-    """See `shard`."""
-
-    def _total(self, part: Tensor) -> Tensor:
-        return sum_over(part, self.group)
-
-    def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
-        penalty = super()._penalty(rows, l0)
-        # L0 is that of all ranks; the other sum over latents has been taken over this rank's.
-        return add_parts(penalty, self.group) if self.penalty == "tanh" else penalty
-
-    def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
-        loss = super()._dead_loss(copy_to_ranks(x, self.group), target, reconstruction)
-        return None if loss is None else add_parts(loss, self.group)
-
-
-_SHARDED: dict[type, type[Sharded]] = {
-    TopKSAE: ShardedTopKSAE,
-    BatchTopKSAE: ShardedBatchTopKSAE,
-    JumpReLUSAE: ShardedJumpReLUSAE,
-    Transcoder: ShardedTranscoder,
-}
 
 
 def shard(model: Kind, group: Any = None) -> Kind:
@@ -165,7 +43,7 @@ def shard(model: Kind, group: Any = None) -> Kind:
 
     The module that comes back is called, trained and evaluated as the model is, on the same x on all ranks, and gives
     the same reconstruction and loss on all. Its gradients need no reduction: each rank steps an optimizer of its own,
-    and b_dec stays the same everywhere. What looks at all gradients at once, such as clipping by their norm, has to add
+    and b_dec stays the same everywhere. Clipping by the norm of all gradients has to add their squares
     up over the ranks. `model.gathered()` is the whole again.
 
     Args:
@@ -175,7 +53,7 @@ def shard(model: Kind, group: Any = None) -> Kind:
         group: a `torch.distributed` process group; None is all processes.
 
     Returns:
-        A module of a class that derives from the model's, with `W_enc [d_in, d_sae_r]`, `W_dec [d_sae_r, d_in]`,
+        A module of the model's class, with `W_enc [d_in, d_sae_r]`, `W_dec [d_sae_r, d_in]`,
         `b_enc`, thresholds and firing statistics of its own latents, and b_dec, W_skip and BatchTopK's threshold whole.
         Rank r of W holds the latents from r * d_sae // W to (r + 1) * d_sae // W.
 
@@ -188,33 +66,34 @@ def shard(model: Kind, group: Any = None) -> Kind:
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     >>> shard(TopKSAE(4, 16, k=2))
-    ShardedTopKSAE(d_in=4, d_sae=16, k=2, latents=0:16)
+    TopKSAE(d_in=4, d_sae=16, k=2, latents=0:16)
     >>> torch.distributed.destroy_process_group()
     """
     operator = "nn.shard"
-    if type(model) not in _SHARDED:
+    if type(model) not in (TopKSAE, BatchTopKSAE, JumpReLUSAE, Transcoder):
         raise TypeError(
             f"{operator}: model must be a TopKSAE, BatchTopKSAE, JumpReLUSAE or Transcoder of gossamer.nn, "
             f"got {type(model).__name__}."
         )
+    if model.sharded:
+        raise TypeError(f"{operator}: model must be whole, got one that nn.shard made. Give model.gathered().")
     rank, size = check_group(operator, group)
     if model.d_sae < size:
         raise ValueError(f"{operator}: model must have a latent for each of {size} ranks, got d_sae = {model.d_sae}.")
-    latents, memo = _range(model.d_sae, rank, size), {}
-    for name, tensor in _tensors(model):
-        if name in _DIMENSION:
-            part = tensor.detach().narrow(_DIMENSION[name], latents.start, len(latents))
-            memo[id(tensor)] = _like(tensor, part.clone(memory_format=torch.contiguous_format))
+    latents, memo = slice_of(model.d_sae, rank, size), {}
+    for name, tensor in tensors_of(model):
+        if name in DIMENSION:
+            part = tensor.detach().narrow(DIMENSION[name], latents.start, len(latents))
+            memo[id(tensor)] = like(tensor, part.clone(memory_format=torch.contiguous_format))
         elif name not in _WHOLE:
             raise NotImplementedError(f"{operator}: model has {name}, and how to spread that is not known here.")
     for name in vars(model):
         if not name.startswith("_") and name not in {"training", *_SETTINGS}:
             raise NotImplementedError(
-                f"{operator}: model has the setting {name}, and what slices make of it is not known."
+                f"{operator}: model has the setting {name}, and how slices of a model use it is not known."
             )
     sharded: Any = copy.deepcopy(model, memo)
-    sharded.__class__ = _SHARDED[type(model)]
-    sharded.group, sharded.latents = group, latents
+    sharded._placement = OnRanks(group, latents)
     return sharded
 
 
@@ -224,15 +103,31 @@ class DataParallel(torch.nn.Module):
     def __init__(self, model: SparseAutoencoder, group: Any) -> None:
         super().__init__()
         self.model, self.group = model, group
+        self._has_warned = False
 
     def __call__(self, x: Tensor, *args: Any, **options: Any) -> SAELoss:
-        """Before what wraps this module has its turn, which may be to put parameters together from slices."""
+        """Initialises a fresh module before hooks of a wrapper run, which may put parameters together from slices."""
         if self.training and isinstance(self.model, JumpReLUSAE) and self.model.is_fresh:
+            if _ranks_may_have_finished():
+                raise RuntimeError(
+                    "nn.data_parallel: inside of Join no rank can count on the others, and a JumpReLUSAE with a target "
+                    "starts from the rows of all ranks. Call its loss once, or model.initialize_(x) with the same x on "
+                    "all ranks, before Join."
+                )
             _initialize_together(self.model, x, self.group)
         return super().__call__(x, *args, **options)
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> SAELoss:
         """`model.loss` of this rank's rows, and the statistics of those of all ranks."""
+        if _ranks_may_have_finished():
+            if not self._has_warned:
+                self._has_warned = True
+                warnings.warn(
+                    "nn.data_parallel: inside of torch.distributed.algorithms.join.Join the statistics (firing counts, "
+                    "dead latents, thresholds, steering) are those of one rank's rows.",
+                    stacklevel=2,
+                )
+            return self.model.loss(x, *args, **options)  # type: ignore[operator]
         before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
         loss = self.model.loss(x, *args, **options)  # type: ignore[operator]
         if self.training and not recomputed():
@@ -256,6 +151,13 @@ class DataParallel(torch.nn.Module):
                 buffer.copy_(sum_over(buffer, self.group) / dist.get_world_size(self.group))
 
 
+def _ranks_may_have_finished() -> bool:
+    """Whether DistributedDataParallel calls this inside of `Join`, where it answers for ranks without a batch: with its
+    own reductions, so that any other would wait for ever, or meet one of these."""
+    active = DistributedDataParallel._get_active_ddp_module()
+    return active is not None and bool(active._join_config.enable)
+
+
 def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     """The loss of an autoencoder as a module, for DistributedDataParallel or fully_shard: each rank has its own rows.
 
@@ -266,7 +168,9 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     again on one rank counts as dead on the others for the rest of that step.
 
     DistributedDataParallel and fully_shard average gradients over ranks: with as many rows on each, the result is that
-    of one process with all of them. `BatchTopKSAE` lets the rows of a rank compete with one another and not with those
+    of one process with all of them. Ranks with unequal numbers of batches train under
+    `torch.distributed.algorithms.join.Join` around DistributedDataParallel; statistics there are those of one rank's
+    rows, which a warning says. `BatchTopKSAE` lets the rows of a rank compete with one another and not with those
     of other ranks, so it is that of W batches and not of one; its threshold is the mean of what the ranks' would be.
 
     Args:
@@ -298,8 +202,8 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     for name, _ in model.named_buffers():
         if name not in ("firing_counts", "steps_since_fired", "threshold", "input_scale", "steering"):
             raise NotImplementedError(f"{operator}: model has the buffer {name}, on which ranks cannot agree here.")
-    for _, tensor in _tensors(model):
-        dist.broadcast(_bytes(tensor.detach()), group=group, group_src=0)
+    for _, tensor in tensors_of(model):
+        dist.broadcast(as_bytes(tensor.detach()), group=group, group_src=0)
     if isinstance(model, JumpReLUSAE):
         model.look_up_whether_fresh()
     return DataParallel(model, group)
@@ -320,34 +224,3 @@ def _initialize_together(model: JumpReLUSAE, x: Tensor, group: Any) -> None:
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def _tensors(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    return [*model.named_parameters(), *model.named_buffers()]
-
-
-def _range(d_sae: int, rank: int, size: int) -> range:
-    return range(rank * d_sae // size, (rank + 1) * d_sae // size)
-
-
-def _like(tensor: Tensor, found: Tensor) -> Tensor:
-    return torch.nn.Parameter(found, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else found
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A view that every backend sends, whatever the dtype."""
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _joined(part: Tensor, dim: int, ranges: list[range], rank: int, group: Any, keep: bool) -> Tensor:
-    """The slices of all ranks, one after the other and on the CPU, because the whole may be too large for a GPU."""
-    shape = list(part.shape)
-    shape[dim] = ranges[-1].stop if keep else 0
-    whole = torch.empty(shape, dtype=part.dtype, device="cpu")
-    for r, held in enumerate(ranges):
-        shape[dim] = len(held)
-        sent = part.contiguous() if r == rank else part.new_empty(shape)
-        dist.broadcast(_bytes(sent), group=group, group_src=r)
-        if keep:
-            whole.narrow(dim, held.start, len(held)).copy_(sent)
-    return whole

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from typing import Any, Literal
 
 import torch
@@ -15,11 +16,12 @@ from gossamer._core.compiling import together
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.adaptive_k import numbers_of_keys, score_statistics
+from gossamer.attention.selection import everything
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.attention_cache import AttentionCache
 from gossamer.nn.plain import hooked, plain_inference, why_called
-from gossamer.nn.rotary_embedding import RotaryEmbedding
+from gossamer.nn.rotary_embedding import RotaryEmbedding, check_positions
 
 
 class LightningIndexer(nn.Module):
@@ -33,15 +35,28 @@ class LightningIndexer(nn.Module):
         self.idx_w_proj = nn.Linear(hidden_size, num_heads, **options)
         self.idx_bias = nn.Parameter(torch.zeros(num_heads, **options))
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for published, name in _PUBLISHED.items():
+            if (tensor := state_dict.pop(prefix + published, None)) is not None:
+                state_dict[prefix + name] = tensor
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+_PUBLISHED = {
+    "q_proj.weight": "idx_q_proj.weight", "k_proj.weight": "idx_k_proj.weight", "bias": "idx_bias",
+    "weight_proj.weight": "idx_w_proj.weight", "weight_proj.bias": "idx_w_proj.bias",
+}  # fmt: skip
+"""Parameters of an indexer as the article's own code names them -> names here, which are those of GSA Triton."""
+
 
 class Gate(nn.Module):
-    """sigmoid(gate_proj(x)), one half everywhere at first."""
+    """sigmoid(gate_proj(x)); a new gate is about sigmoid(0.5) everywhere, as published."""
 
     def __init__(self, hidden_size: int, width: int, **options: Any) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(hidden_size, width, **options)
-        nn.init.zeros_(self.gate_proj.weight)
-        nn.init.zeros_(self.gate_proj.bias)
+        nn.init.xavier_uniform_(self.gate_proj.weight, gain=0.1)
+        nn.init.constant_(self.gate_proj.bias, 0.5)
 
 
 class GatedSparseAttention(nn.Module):
@@ -55,8 +70,8 @@ class GatedSparseAttention(nn.Module):
     Args:
         hidden_size: of x and of the result.
         num_heads, num_kv_heads: heads of queries, and of keys and values; None for as many.
-        k_base: keys of each query.
-        k_min, k_max: bounds of the keys of a query where they are `adaptive`.
+        k_base: keys of each query; k_max where that is less, with a warning.
+        k_min, k_max: bounds of the keys of a query where they are `adaptive`; k_min is at most k_base, likewise.
         d_indexer, n_idx_heads: size and number of the indexer's heads.
         head_dim: None for hidden_size // num_heads.
         adaptive: None for k_base keys, or how their number follows from a query's scores: an `attention.AdaptiveK`, or
@@ -70,14 +85,16 @@ class GatedSparseAttention(nn.Module):
         dtype, device: of the parameters; those of an adaptive rule are float32.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide, an odd head_dim, k_min, k_base and k_max do not ascend, or
-            no granularity, rule or indexer_gradient. That k is a multiple of it is found out when it selects; that
-            the rule "variance" has not been calibrated, too.
+        ValueError: a size below 1, heads that do not divide, an odd head_dim, or no granularity, rule or
+            indexer_gradient. That k is a multiple of it is found out when it selects; that the rule "variance" has not
+            been calibrated, too.
         TypeError: a size that is no int, or adaptive is something else.
 
     Attributes:
         q_proj, k_proj, v_proj, o_proj: as in the published models, and so are indexer.idx_q_proj, indexer.idx_k_proj,
             indexer.idx_w_proj, indexer.idx_bias, value_gate.gate_proj, output_gate.gate_proj and rotary_emb.inv_freq.
+            A state_dict loads strictly by these names, those of GSA Triton, and by those of the article's own code:
+            indexer.q_proj, k_proj, weight_proj and bias, topk_selector.k_predictor, and no rotary_emb.inv_freq.
         dense: True attends to every visible key, for a warm-up of the indexer.
         adaptive: the `attention.AdaptiveK`, or None; may be set, and is copied then.
         adaptive_k: None, or what the rule knows: `adaptive_k.mean`, a buffer for "variance", and for "learned" the
@@ -94,18 +111,18 @@ class GatedSparseAttention(nn.Module):
         self,
         hidden_size: int,
         num_heads: int,
-        num_kv_heads: int | None = None,
-        k_base: int = 2048,
-        k_min: int = 256,
         k_max: int = 4096,
         d_indexer: int = 64,
         n_idx_heads: int = 4,
+        k_base: int = 2048,
+        k_min: int = 256,
+        *,
+        num_kv_heads: int | None = None,
         head_dim: int | None = None,
         adaptive: attention.AdaptiveK | str | None = None,
         value_gate: bool = True,
         output_gate: bool = True,
         rope_theta: float = 10000.0,
-        *,
         granularity: int = 1,
         indexer_gradient: Literal["none", "straight_through"] = "none",
         dtype: torch.dtype | None = None,
@@ -114,7 +131,7 @@ class GatedSparseAttention(nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "k_min": k_min}
-        sizes |= {"d_indexer": d_indexer, "n_idx_heads": n_idx_heads}
+        sizes |= {"d_indexer": d_indexer, "n_idx_heads": n_idx_heads, "k_base": k_base, "k_max": k_max}
         for name, size in sizes.items():
             checks.positive(OPERATOR, name, size, "It is a size.")
         head_dim = hidden_size // num_heads if head_dim is None else head_dim
@@ -124,7 +141,13 @@ class GatedSparseAttention(nn.Module):
                 f"{num_heads} and {head_dim}."
             )
         if not k_min <= k_base <= k_max:
-            raise ValueError(f"{OPERATOR}: k_min, k_base and k_max must ascend, got {k_min}, {k_base} and {k_max}.")
+            given, k_base = (k_min, k_base, k_max), min(k_base, k_max)
+            k_min = min(k_min, k_base)
+            warnings.warn(
+                f"{OPERATOR}: k_min, k_base and k_max ascend, got {', '.join(map(str, given))}: a query takes k_base = "
+                f"{k_base} keys, or at least k_min = {k_min}.",
+                stacklevel=2,
+            )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim
         if granularity not in (1, 4) or isinstance(granularity, bool):
             raise ValueError(f"{OPERATOR}: granularity must be 1 or 4, got {granularity!r}.")
@@ -147,13 +170,10 @@ class GatedSparseAttention(nn.Module):
         self.output_gate = Gate(hidden_size, width, **options) if output_gate else None
         self.rotary_emb = RotaryEmbedding(head_dim, rope_theta, device)
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        """Modules that were pickled before keep their rule beside their parameters."""
-        rest = {name: value for name, value in state.items() if name != "adaptive"}
-        super().__setstate__(rest)
-        self.__dict__.setdefault("indexer_gradient", "none")
-        if "adaptive_k" not in self._modules:
-            self.set_adaptive(state.get("adaptive"))
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        if self.adaptive_k is not None:
+            AdaptiveRule.rename_published(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     @property
     def adaptive(self) -> attention.AdaptiveK | None:
@@ -227,36 +247,85 @@ class GatedSparseAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
         position_ids: Tensor | None = None,
         selection: attention.Selection | None = None,
-        *,
         cache: AttentionCache | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
         """x `[B, T, hidden_size]` -> `[B, T, hidden_size]`.
 
+        attention_mask says what takes part: `[B, T]` which of x are tokens, anywhere, or `[B or 1, 1, T, T]` which keys
+        a query may take of those that it sees, which makes matrices of T by T. It is bool or whole, True and 1 taking
+        part, or added to scores, 0 taking part and any other number not.
+
         position_ids int `[B, T]` or `[T]`, None for 0 to T - 1, or behind what is in the cache, turn the rotary
         embeddings; what is visible is a matter of order. A given selection, of another layer for instance, is used
         instead of the indexer's.
 
-        lengths int `[B]` says how many of the T are tokens, where the rest pads x: what x holds there is of no effect,
-        and without a cache the result is 0 there.
+        lengths int `[B]` says how many of the T are tokens, where the rest pads x. What x holds where there is no token
+        is of no effect, and without a cache the result is 0 there.
 
         With a cache, x are the next tokens of each sequence, which are added to it and see all that is in it. The
         result is that of one call over the whole sequences. No gradients pass.
         """
-        if cache is not None and position_ids is None:
-            position_ids = cache.positions(x.shape[1])
-        if cache is None and lengths is not None:
+        check_positions(OPERATOR, position_ids, x)
+        if attention_mask is not None and any(given is not None for given in (cache, lengths, selection)):
+            raise ValueError(
+                f"{OPERATOR}: attention_mask must be None with a cache, lengths or a selection. Use lengths, or "
+                "Selection.from_mask."
+            )
+        if cache is not None:
+            return self._with_cache(x, position_ids, selection, cache, lengths)
+        if attention_mask is not None and attention_mask.dim() == 4:
+            return self.run(x, position_ids, allowed=_taking_part(attention_mask, x, (1, x.shape[1], x.shape[1])))
+        if attention_mask is not None:
+            return self._packed(x, position_ids, _taking_part(attention_mask, x, x.shape[1:2]))
+        if lengths is not None:
             # Padding stands behind all tokens, so that none of them sees it.
             padding = _padding(x, lengths)
-            return self.forward(x.masked_fill(padding, 0), position_ids, selection).masked_fill(padding, 0)
-        if cache is None:
-            scored = selection is None and not self.selects_all(x.shape[1])
-            y, cos, sin, index = self._products(x, position_ids, indexer=scored)
-            return self.finish(*self._turn_and_attend(y, cos, sin, index, selection))
-        q, k, v, gate, index = self.project(x, position_ids)
-        return self.finish(self._attend_with_cache(q, k, v, index, selection, cache, lengths), gate)
+            return self.run(x.masked_fill(padding, 0), position_ids, selection).masked_fill(padding, 0)
+        return self.run(x, position_ids, selection)
+
+    def _packed(self, x: Tensor, position_ids: Tensor | None, real: Tensor) -> Tensor:
+        """The result for x of which some are tokens, bool `[B, T]`: these move to the front, in their order."""
+        order = (~real).byte().argsort(dim=1, stable=True)
+        positions = torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids
+        moved = order[..., None].expand_as(x)
+        padding = ~real[..., None]
+        out = self.run(x.masked_fill(padding, 0).gather(1, moved), positions.expand_as(order).gather(1, order))
+        return torch.zeros_like(out).scatter(1, moved, out).masked_fill(padding, 0)
+
+    def run(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None = None,
+        selection: attention.Selection | None = None,
+        allowed: Tensor | None = None,
+    ) -> Tensor:
+        """As `forward`, of tokens alone; a query takes keys that are `allowed`, bool `[B, 1, T, T]`."""
+        scored = selection is None and not self.selects_all(x.shape[1])
+        y, cos, sin, index = self._products(x, position_ids, indexer=scored)
+        if allowed is not None:
+            selection = self._select_allowed(index, allowed)
+        return self.finish(*self._turn_and_attend(y, cos, sin, index, selection))
+
+    @torch.no_grad()
+    def _select_allowed(self, index: tuple[Tensor, Tensor, Tensor], allowed: Tensor) -> attention.Selection:
+        """The keys of each query among those that are allowed, by the matrix of scores where the indexer is asked."""
+        allowed = allowed.tril()
+        if not self.selects_all(allowed.shape[3]):
+            if self.adaptive_k is not None or self.granularity != 1:
+                raise NotImplementedError(
+                    f"{OPERATOR}: attention_mask [B, 1, T, T] with adaptive or granularity is not implemented. Give "
+                    "one of [B, T], or a selection."
+                )
+            scores = attention.indexer_scores(*index, self.indexer.idx_bias)[:, None].masked_fill(~allowed, -torch.inf)
+            # Sorted stably: of equal scores the first ones win.
+            best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
+            allowed = torch.zeros_like(allowed).scatter(3, best, True) & allowed
+        return attention.Selection.from_mask(allowed)
 
     @together
     def _turn_and_attend(
@@ -313,6 +382,25 @@ class GatedSparseAttention(nn.Module):
         with span("gsa/sparse_attn"):
             return attention.sparse_attention(q, k, v, selection, lengths=lengths, indexer=through)
 
+    def _with_cache(
+        self,
+        x: Tensor,
+        position_ids: Tensor | None,
+        selection: attention.Selection | None,
+        cache: AttentionCache,
+        new: Tensor | None,
+    ) -> Tensor:
+        """The result for tokens that come behind those of the cache, and of which new[b] are added to it."""
+        if cache.lengths.shape[0] != x.shape[0]:
+            raise ValueError(
+                f"{OPERATOR}: cache must be of B = {x.shape[0]} sequences like x, got {cache.lengths.shape[0]}. Make "
+                "one with module.cache(B, capacity)."
+            )
+        if new is not None:
+            x = x.masked_fill(_padding(x, new), 0)
+        q, k, v, gate, index = self.project(x, cache.positions(x.shape[1]) if position_ids is None else position_ids)
+        return self.finish(self._attend_with_cache(q, k, v, index, selection, cache, new), gate)
+
     def _attend_with_cache(
         self,
         q: Tensor,
@@ -323,7 +411,7 @@ class GatedSparseAttention(nn.Module):
         cache: AttentionCache,
         new: Tensor | None,
     ) -> Tensor:
-        """Of tokens that come behind those of the cache, and of which new[b] are added to it."""
+        """Of `project`, what attention returns."""
         if needs_gradient(q, k, v):
             raise NotImplementedError(
                 f"{OPERATOR}: gradients with a cache are not implemented. Use torch.no_grad(), or no cache."
@@ -335,13 +423,13 @@ class GatedSparseAttention(nn.Module):
         if empty:
             return self.attend(q, k, v, index, selection)
         num_keys = cache.read_to if selection is None else selection.num_keys
-        whole = selection is None and self.selects_all(num_keys)
-        if not whole:
-            index = (index[0], cache.index_keys(num_keys), index[2])
-        if cache.page_table is None or tokens > FEW_QUERIES or whole:
+        if selection is None and self.selects_all(num_keys):
+            # A product of the library's would multiply memory behind the lengths, which may hold NaN.
+            selection = everything(q.shape[0], tokens, num_keys, q.device)
+        elif selection is None:
+            selection = self.select(index[0], cache.index_keys(num_keys), index[2], lengths=lengths)
+        if cache.page_table is None or tokens > FEW_QUERIES:
             return self.attend(q, *cache.keys_and_values(num_keys), index, selection, lengths)
-        if selection is None:
-            selection = self.select(*index, lengths=lengths)
         table = cache.page_table
         with span("gsa/sparse_attn"):
             out = attention.sparse_decode(q, cache.k, cache.v, selection, page_table=table, lengths=lengths)
@@ -445,76 +533,6 @@ class GatedSparseAttention(nn.Module):
         return text if self.adaptive_k is None else f"{text}, adaptive={self.adaptive_k.rule!r}"
 
 
-class GatedSparseAttentionReference(GatedSparseAttention):
-    """`GatedSparseAttention` by plain PyTorch, with matrices of T by T: for checks, and for a small T.
-
-    Parameters, and so its `state_dict`, are the same. The number of keys is `k_base` for each query.
-
-    >>> GatedSparseAttentionReference(32, 4, k_base=8, k_min=4, k_max=16, d_indexer=16)(torch.randn(2, 20, 32)).shape
-    torch.Size([2, 20, 32])
-    """
-
-    def forward(
-        self,
-        x: Tensor,
-        position_ids: Tensor | None = None,
-        selection: attention.Selection | None = None,
-        *,
-        cache: AttentionCache | None = None,
-        lengths: Tensor | None = None,
-    ) -> Tensor:
-        """As `GatedSparseAttention.forward`, without a cache."""
-        if cache is not None:
-            raise NotImplementedError(f"{OPERATOR}Reference: a cache is not implemented. Use {OPERATOR}.")
-        if self.adaptive_k is not None:
-            raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
-        if lengths is not None:
-            padding = _padding(x, lengths)
-            return self.forward(x.masked_fill(padding, 0), position_ids, selection).masked_fill(padding, 0)
-        if self.granularity != 1:
-            raise NotImplementedError(f"{OPERATOR}Reference: units of keys are not implemented. Use granularity=1.")
-        with span("gsa_ref/qkv_proj"):
-            q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
-        length = x.shape[1]
-        with span("gsa_ref/rotary_emb"):
-            positions = torch.arange(length, device=x.device) if position_ids is None else position_ids
-            q, k = (_turned(t, *(angle[..., None, :] for angle in self.rotary_emb(positions))) for t in (q, k))
-        if self.value_gate is not None:
-            with span("gsa_ref/value_gate"):
-                v = v * self.value_gate.gate_proj(x).sigmoid().view_as(v)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        seen = torch.ones(length, length, dtype=torch.bool, device=x.device).tril()
-        if selection is not None:
-            taken = selection.to_mask() & seen
-        elif self.dense or length <= self.k_base:
-            taken = seen
-        else:
-            with span("gsa_ref/indexer"):
-                scores = self.scores(*self.index(x))
-            with span("gsa_ref/topk_select"):
-                # Sorted stably: of equal scores the first ones win.
-                best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
-                taken = torch.zeros_like(seen).expand(x.shape[0], -1, -1).scatter(2, best, True)[:, None] & seen
-        with span("gsa_ref/sparse_attn"):
-            shared = self.num_heads // self.num_kv_heads
-            k, v = (t.repeat_interleave(shared, 1) for t in (k, v))
-            s = (q @ k.transpose(2, 3)) * self.head_dim**-0.5
-            out = (s.masked_fill(~taken, -torch.inf).softmax(-1) @ v).transpose(1, 2).flatten(2)
-        if self.output_gate is not None:
-            with span("gsa_ref/output_gate"):
-                out = out * self.output_gate.gate_proj(x).sigmoid()
-        with span("gsa_ref/o_proj"):
-            return self.o_proj(out)
-
-    @torch.no_grad()
-    def scores(self, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-        """What the indexer makes of each query and key, `[B, T, T]`, -inf where a key stands behind the query."""
-        z = q @ k[:, None].transpose(2, 3) * self.indexer.head_dim**-0.5
-        z = (z + self.indexer.idx_bias[:, None, None]).sigmoid() * w.sigmoid().transpose(1, 2)[..., None]
-        seen = torch.ones(z.shape[2:], dtype=torch.bool, device=z.device).tril()
-        return z.sum(1).masked_fill(~seen, -torch.inf)
-
-
 OPERATOR = "nn.GatedSparseAttention"
 FEW_TOKENS = 64
 
@@ -547,8 +565,13 @@ def _padding(x: Tensor, lengths: Tensor) -> Tensor:
     return (torch.arange(x.shape[1], device=x.device) >= lengths[:, None])[..., None]
 
 
-def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x `[B, T, heads, D]` in rotary embeddings, computed in float32 at least."""
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    low, high = wide.chunk(2, -1)
-    return (wide * cos + torch.cat([-high, low], -1) * sin).to(x.dtype)
+def _taking_part(mask: Tensor, x: Tensor, size: Any) -> Tensor:
+    """bool `[B, *size]`, of a mask that is bool, whole, or added to scores."""
+    checks.same_device(OPERATOR, "x", x.device, attention_mask=mask)
+    shape = (x.shape[0], *size)
+    if tuple(mask.shape) != shape and (len(size) == 1 or tuple(mask.shape) != (1, *size)):
+        raise ValueError(
+            f"{OPERATOR}: attention_mask must have shape [B, T] or [B or 1, 1, T, T], here {list(shape)} by x, got "
+            f"{list(mask.shape)}. position_ids go by name."
+        )
+    return (mask == 0 if mask.is_floating_point() else mask != 0).expand(shape)

@@ -12,9 +12,10 @@ from gossamer._core import checks
 from gossamer._core.recompute import recomputed
 from gossamer.nn import _recipe
 from gossamer.nn.sae import SAELoss, SparseAutoencoder, mean
-from gossamer.rowsparse import ELL, Rows
+from gossamer.rowsparse import ELL
 
 Result = TypeVar("Result")
+_BIASES = ("b_enc", "b_dec")
 
 
 class JumpReLUSAE(SparseAutoencoder):
@@ -24,9 +25,11 @@ class JumpReLUSAE(SparseAutoencoder):
     small reconstruction error and a small L0. Initialisation and dtypes are those of `TopKSAE`.
 
     With a `target_l0` the module finds everything else. The first call of `loss` in training, or `initialize_`, looks
-    at x: it scales x so that one bandwidth fits any data, and starts thresholds where L0 is several times its target.
-    Then L0 comes down in `warm_up` calls and is held at the target from one call to the next, on the device. A run that
-    stays away from its target warns. Without a target every number is yours, and nothing moves but by the optimizer.
+    at x. It finds the power of 2 that `loss` multiplies x with, so that one bandwidth and one learning rate fit any
+    data, and starts thresholds where L0 is several times its target. Weights, biases, thresholds and latents are in
+    units of x all the same. Then L0 comes down in `warm_up` calls and is held at the target from one call to the next,
+    on the device. A run that stays away from its target warns. Without a target every number is yours, and nothing
+    moves but by the optimizer.
 
     Three published penalties are `penalty="step"` (Rajamanoharan et al. 2024), `penalty="quadratic"` (Gemma Scope 2)
     and `penalty="tanh", ste_to_input=True, pre_act_coefficient=3e-6` (Conerly et al. 2025).
@@ -45,10 +48,11 @@ class JumpReLUSAE(SparseAutoencoder):
         warm_up: in how many calls of `loss` L0 comes down to its target and the penalty rises.
         tanh_scale: for `"tanh"`.
         ste_to_input: whether the straight-through estimate reaches the pre-activations too, not the threshold alone.
-        pre_act_coefficient: weight of what pulls dead latents towards their thresholds: the sum over them of
+        pre_act_coefficient: weight of a loss that pulls dead latents to their thresholds: the sum over them of
             relu(threshold - pre-activation) * norm of the decoder row, among the 2 * d_in that were silent longest.
         dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
-        initial_threshold: of every latent; None takes it from the data with a target, and is 0.001 without.
+        initial_threshold: of every latent; None takes it from the data with a target, and is 0.001 without. With a
+            target it is in units of the scaled x.
         capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
             With None `loss` and `forward` take up to twice the usual number where earlier rows would have filled that.
         dtype: of the weights; None takes PyTorch's default.
@@ -60,11 +64,13 @@ class JumpReLUSAE(SparseAutoencoder):
         TypeError: a size that is no int, or a dtype that is not floating.
 
     Attributes:
-        W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`, of x times `input_scale`.
-            b_dec is not subtracted from x.
+        W_enc, W_dec, b_enc, b_dec: `[d_in, d_sae]`, `[d_sae, d_in]`, `[d_sae]`, `[d_in]`, in units of x. b_dec is not
+            subtracted from x.
+        threshold: `[d_sae]`, above 0, in units of x.
         log_threshold: `[d_sae]`, the parameter behind `threshold`.
-        input_scale: float32 `[]`, a power of 2, with which x is multiplied and by which its reconstruction is divided;
-            there only if L0 is steered. `nn.save` folds it into the weights.
+        scaled_b_enc, scaled_b_dec: the parameters behind b_enc and b_dec, `input_scale` times as large; there only if
+            L0 is steered. An optimizer changes biases by steps of one size: these fit it whatever the units of x are.
+        input_scale: float32 `[]`, the power of 2 with which `loss` multiplies x; there only if L0 is steered.
         steering: float32 `[3]`, likewise: calls of `loss` (-1 before `initialize_`), the logarithm of a factor on all
             thresholds, L0 of the last call.
         firing_counts, steps_since_fired: as in `TopKSAE`.
@@ -77,6 +83,8 @@ class JumpReLUSAE(SparseAutoencoder):
     """
 
     _wide_buffers = ("input_scale", "steering")
+    scaled_b_enc: Tensor
+    scaled_b_dec: Tensor
     input_scale: Tensor
     steering: Tensor
 
@@ -114,7 +122,10 @@ class JumpReLUSAE(SparseAutoencoder):
         self.log_threshold = torch.nn.Parameter(torch.full((d_sae,), start, dtype=self._wide, device=device))
         self._watch = None if target_l0 is None else _recipe.Watch("nn.JumpReLUSAE", target_l0, warm_up)
         self._is_fresh = self.steered
+        self._known_scale: float | None = 1.0
         if self.steered:
+            for name in _BIASES:
+                self.register_parameter(f"scaled_{name}", self._parameters.pop(name))
             self.register_buffer("input_scale", torch.ones((), dtype=self._wide, device=device))
             self.register_buffer("steering", _recipe.fresh(self._wide, device))
 
@@ -142,7 +153,7 @@ class JumpReLUSAE(SparseAutoencoder):
         if self.l0_coefficient is not None:
             checks.number(operator, "l0_coefficient", self.l0_coefficient, "0 leaves L0 alone.", zero=True)
         checks.positive(operator, "warm_up", self.warm_up, "It is a number of calls of loss.")
-        checks.number(operator, "tanh_scale", self.tanh_scale, "It is what values are multiplied with.")
+        checks.number(operator, "tanh_scale", self.tanh_scale, "It is the factor on values.")
         checks.number(operator, "pre_act_coefficient", self.pre_act_coefficient, "0 leaves it out.", zero=True)
         checks.positive(operator, "dead_after", self.dead_after, "It is a number of calls of encode.")
         if self.capacity is not None:
@@ -159,19 +170,57 @@ class JumpReLUSAE(SparseAutoencoder):
         return self._is_fresh
 
     @property
+    def b_enc(self) -> Tensor:  # type: ignore[override]
+        """`[d_sae]`, in units of x: of a steered module `scaled_b_enc / input_scale`, which rounds nothing."""
+        return self._bias("b_enc")
+
+    @property
+    def b_dec(self) -> Tensor:  # type: ignore[override]
+        """`[d_in]`, likewise."""
+        return self._bias("b_dec")
+
+    def _bias(self, name: str) -> Tensor:
+        own = self._parameters.get(name)
+        return self._unscaled(getattr(self, f"scaled_{name}")) if own is None else own
+
+    @property
     def threshold(self) -> Tensor:
-        """`[d_sae]`, above 0."""
+        """`[d_sae]`, above 0, in units of x."""
+        return self._unscaled(self._scaled_threshold)
+
+    @property
+    def _scaled_threshold(self) -> Tensor:
         if not self.steered:
             return self.log_threshold.exp()
         return (self.log_threshold + self.steering[_recipe.FACTOR]).exp()
 
+    @property
+    def _biases(self) -> tuple[Tensor, Tensor]:
+        return (self.scaled_b_enc, self.scaled_b_dec) if self.steered else (self.b_enc, self.b_dec)
+
     def encode(self, x: Tensor) -> ELL:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
-        return self._as_first(lambda: super(JumpReLUSAE, self).encode(self._scaled(x)))
+        self._check(x)
+        return self._as_first(lambda: self._encode_in_units_of_x(x))
 
-    def decode(self, rows: Rows) -> Tensor:
-        """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
-        return self._unscaled(super().decode(rows))
+    def _encode_in_units_of_x(self, x: Tensor) -> ELL:
+        activation = gemm.JumpReLU(self.threshold, self.bandwidth / self._scale_on_host(), self.ste_to_input)
+        weights = {"W_enc": self.W_enc, "b_enc": self.b_enc}
+        return self._counted(*self._latents(x, **weights, activation=activation, capacity=self._capacity))[0]
+
+    def _scale_on_host(self) -> float:
+        """`input_scale`, where the bandwidth in units of x matters: for gradients. It waits for the device once."""
+        if not torch.is_grad_enabled():
+            return 1.0
+        if self._known_scale is None:
+            where = "torch.compile" if torch.compiler.is_compiling() else "CUDA-graph capture"
+            if where == "torch.compile" or checks.capturing():
+                raise RuntimeError(
+                    f"nn.JumpReLUSAE: under {where} encode with gradients needs the scale of x on the host, which has "
+                    "not read it yet. Call model.encode(x) once before."
+                )
+            self._known_scale = float(self.input_scale)
+        return self._known_scale
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
@@ -181,7 +230,7 @@ class JumpReLUSAE(SparseAutoencoder):
         """Reconstruction loss plus penalties of x `[..., d_in]`, in units of `input_scale * x`; the reconstruction is
         of x itself."""
         self._check(x)
-        # What a checkpoint computes again has been steered.
+        # The first run of a checkpoint has steered; its second run must not.
         follows = self.training and self.target_l0 is not None and not recomputed()
         if follows and self.steered:
             if self.is_fresh and x.numel():
@@ -203,7 +252,7 @@ class JumpReLUSAE(SparseAutoencoder):
 
     @torch.no_grad()
     def initialize_(self, x: Tensor) -> None:
-        """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of what is to be reconstructed. If L0 is
+        """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of the rows to reconstruct. If L0 is
         steered, it also sets input_scale, b_enc and thresholds: give 1,000 rows or more.
 
         Raises:
@@ -218,31 +267,16 @@ class JumpReLUSAE(SparseAutoencoder):
         for name, start in self.begin_(self.W_enc, self.measured(x, self.W_enc, self.W_dec)).items():
             self.get_parameter(name).copy_(start)
 
-    @torch.no_grad()
-    def fold_scale_(self) -> None:
-        """Makes input_scale part of the weights: encode, decode and forward stay what they are, to the bit, and x and
-        the latents are in the units of W_enc, W_dec and b_dec. For a model whose training is over."""
-        if self.steered:
-            for name, tensor in self.without_scale().items():
-                self.get_parameter(name).copy_(tensor)
-            self.input_scale.fill_(1)
-
-    def without_scale(self) -> dict[str, Tensor]:
-        """The parameters of the same function of x itself. The scale is a power of 2, so nothing is rounded."""
-        if not self.steered:
-            return {}
-        scale, found = self.input_scale, {"W_enc": self.W_enc.detach() * self.input_scale}
-        return found | {name: self.get_parameter(name).detach() / scale for name in ("W_dec", "b_dec")}
-
     def measured(self, x: Tensor, W_enc: Tensor, W_dec: Tensor) -> _recipe.Sample:
-        """What a sample x `[..., d_in]` says of where to start with these weights."""
-        return _recipe.measured(self._sample(x), W_enc, W_dec, self._course[1] / self.d_sae, self._total)
+        """Where training of these weights starts, by a sample x `[..., d_in]`."""
+        return _recipe.measured(self._sample(x), W_enc, W_dec, self._course[1] / self.d_sae, self._placement.add_parts)
 
     def begin_(self, W_enc: Tensor, sample: _recipe.Sample) -> dict[str, Tensor]:
-        """Takes what a sample said, and says with what the parameters start: they may be in slices."""
+        """Takes the scale from a sample, and returns the values that parameters start with, which may be slices."""
         checks.finite_start("nn.JumpReLUSAE", sample.size)
         scale = _recipe.input_scale(sample.size, self.d_in)
         self.input_scale.copy_(scale)
+        self._known_scale = None
         self.steering.copy_(_recipe.begun(self.steering))
         self._is_fresh = False
         thresholds = (sample.thresholds * sample.gain * scale).clamp(min=_recipe.LEAST_THRESHOLD)
@@ -250,11 +284,8 @@ class JumpReLUSAE(SparseAutoencoder):
             thresholds = torch.full_like(thresholds, self.initial_threshold)
         b_dec, W_enc = sample.centre * scale, (W_enc.detach() * sample.gain).to(W_enc.dtype)
         b_enc = -(b_dec @ W_enc.to(b_dec.dtype))
-        return {"W_enc": W_enc, "b_enc": b_enc, "b_dec": b_dec, "log_threshold": thresholds.log()}
-
-    def _total(self, part: Tensor) -> Tensor:
-        """The sum over all latents, where this module has those of one rank."""
-        return part
+        biases = {"scaled_b_enc": b_enc, "scaled_b_dec": b_dec}
+        return {"W_enc": W_enc, **biases, "log_threshold": thresholds.log()}
 
     @property
     def _course(self) -> tuple[float, float, int]:
@@ -288,6 +319,12 @@ class JumpReLUSAE(SparseAutoencoder):
         return x / self.input_scale if self.steered else x
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        for name in _BIASES if self.steered else ():
+            # Biases in units of x come from a module that was not steered, or from a file.
+            if f"{prefix}{name}" in state_dict:
+                scale = state_dict.get(f"{prefix}input_scale", self.input_scale)
+                bias = state_dict.pop(f"{prefix}{name}")
+                state_dict[f"{prefix}scaled_{name}"] = bias * scale.to(bias.device)
         super()._load_from_state_dict(state_dict, prefix, *args)
         if f"{prefix}steering" in state_dict:
             self.look_up_whether_fresh()
@@ -296,6 +333,7 @@ class JumpReLUSAE(SparseAutoencoder):
 
     def look_up_whether_fresh(self) -> None:
         """Reads it from the device."""
+        self._known_scale = None if self.steered else 1.0
         self._is_fresh = self.steered and bool(self.steering[_recipe.CALLS] < 0)
 
     def go_on(self) -> None:
@@ -306,7 +344,7 @@ class JumpReLUSAE(SparseAutoencoder):
             self.steering[_recipe.CALLS] = self.warm_up
 
     def _options(self) -> dict[str, Any]:
-        return {"activation": gemm.JumpReLU(self.threshold, self.bandwidth, self.ste_to_input)}
+        return {"activation": gemm.JumpReLU(self._scaled_threshold, self.bandwidth, self.ste_to_input)}
 
     def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
         target, weight = self._aim()
@@ -315,6 +353,8 @@ class JumpReLUSAE(SparseAutoencoder):
         elif self.penalty == "tanh":
             scale = self.tanh_scale * self._decoder_norms(self.W_dec)
             l0 = (rows * scale).tanh().sum(-1) if isinstance(rows, Tensor) else sae.tanh_l0(rows, scale)
+            # L0 is that of all latents; this sum is over those here.
+            return self._placement.add_parts(weight * mean(l0))
         return weight * mean(l0)
 
     def _aim(self) -> tuple[Any, Any]:
@@ -333,13 +373,15 @@ class JumpReLUSAE(SparseAutoencoder):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.pre_act_coefficient:
             return None
+        x = self._placement.copied(x)
         which, dead = self._first_found(lambda: self._longest_silent(2 * self.d_in))
-        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self.b_enc.index_select(0, which)
+        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self._biases[0].index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))
-        below = (self.threshold.index_select(0, which) - pre).relu() * norms
-        return self.pre_act_coefficient * mean(torch.where(dead, below, 0).sum(-1))
+        below = (self._scaled_threshold.index_select(0, which) - pre).relu() * norms
+        return self._placement.add_parts(self.pre_act_coefficient * mean(torch.where(dead, below, 0).sum(-1)))
 
     def extra_repr(self) -> str:
+        shown = f"bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"
         if self.steered:
-            return f"d_in={self.d_in}, d_sae={self.d_sae}, target_l0={self.target_l0:g}, penalty={self.penalty!r}"
-        return f"d_in={self.d_in}, d_sae={self.d_sae}, bandwidth={self.bandwidth}, l0_coefficient={self.l0_coefficient}"
+            shown = f"target_l0={self.target_l0:g}, penalty={self.penalty!r}"
+        return f"d_in={self.d_in}, d_sae={self.d_sae}, {shown}{self._placement}"

@@ -1,30 +1,38 @@
 """Feed-forward blocks of transformers, with Hugging Face's parameter names."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from gossamer import gemm
 from gossamer._core import checks
-from gossamer.ffn import BlockTracker, SparseBlock
+from gossamer.ffn import Activity, BlockTracker, SparseBlock
 from gossamer.gemm.linear_glu import GATES, activation_name
 from gossamer.nn.plain import weight_and_bias, why_called
 
 
+class Outputs(NamedTuple):
+    """The outputs of a block with `l1=True`: the result `[..., hidden_size]`, and the `ffn.Activity` of the call."""
+
+    out: Tensor
+    activity: Activity
+
+
 class _Sparse(nn.Module):
-    """What blocks share whose activation leaves most entries 0: which way they go where no gradient is needed."""
+    """The common part of blocks whose activation may leave most entries 0: their path where no gradient is needed."""
 
     down_proj: nn.Linear
 
-    def __init__(self, operator: str, activation: str, method: str) -> None:
+    def __init__(self, operator: str, activation: str, method: str, l1: bool) -> None:
         super().__init__()
+        self.l1 = l1
         self.activation = activation_name(operator, activation)
         self.sparse_block = SparseBlock(method, operator)
 
     @property
     def method(self) -> str:
-        """The way of a sparse block, as in `ffn.gated`; may be set at any time."""
+        """The path of a sparse block, as in `ffn.gated`; may be set at any time."""
         return self.sparse_block.method
 
     @method.setter
@@ -37,20 +45,26 @@ class _Sparse(nn.Module):
         return self.sparse_block.density
 
     @property
-    def copied_bytes(self) -> int:
-        """Memory that a transposed copy of down_proj's weight takes, which ways that gather its columns read."""
-        return self.sparse_block.copied_bytes
-
-    @property
     def last_path(self) -> str | None:
-        """The way last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
+        """The path last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
         return self.sparse_block.last_path
 
-    def _sparse(self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear) -> Tensor | None:
-        """The result, or None where the activation is not sparse or a gradient is needed."""
+    def _sparse(
+        self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear, recompute: bool = False
+    ) -> Any:
+        """The result, or None where the activation is not sparse, or a gradient is needed and the path computes all."""
         of_up = (None, None) if up is None else weight_and_bias(up)
         weights = (*weight_and_bias(gate), *of_up, *weight_and_bias(down))
-        return self.sparse_block(x, *weights, activation=self.activation)
+        options = {"activation": self.activation, "recompute": recompute, "with_activity": self.l1}
+        out = self.sparse_block(x, *weights, **options)
+        return Outputs(*out) if self.l1 and out is not None else out
+
+    def _layer_by_layer(self, x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> Any:
+        """The result, with the activity where it is asked for. A returned tensor is seen by the hooks of `fully_shard`
+        and by `torch.compile`, which an attribute is not."""
+        active = GATES[self.activation](gate(x))
+        hidden = active if up is None else active * up(x)
+        return Outputs(down(hidden), Activity.of(active, hidden)) if self.l1 else down(hidden)
 
 
 class GatedMLP(_Sparse):
@@ -67,10 +81,12 @@ class GatedMLP(_Sparse):
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
             and so keeps nothing.
-        method: the way of a block with `"relu"` or `"relu2"` where no gradient is needed, as in `ffn.gated`. `"fused"`
+        method: the path of a block with `"relu"` or `"relu2"`, as in `ffn.gated`, with gradients too. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
-            and in a CUDA graph takes what the device alone would by then. Ways that gather keep a transposed copy of
-            down_proj's weight, unless that is stored column by column.
+            and in a CUDA graph takes what the device alone would by then.
+        l1: whether a call returns `(out, activity)`, an `ffn.Activity` beside the result: L1 for the loss, L0, and on
+            how many tokens each neuron fired. Such a call computes all, unless `method` takes a path on lists of active
+            entries where a gradient is needed.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
@@ -81,11 +97,10 @@ class GatedMLP(_Sparse):
     Attributes:
         gate_proj, up_proj: `nn.Linear(hidden_size, intermediate_size)`.
         down_proj: `nn.Linear(intermediate_size, hidden_size)`.
-        method: the way, which may be set at any time.
+        method, l1: the path, and whether calls return their activity; both may be set at any time.
         density: the `ffn.BlockTracker` that `method="auto"` follows.
         sparse_block: the `ffn.SparseBlock` that has both, and by which `sparsity` finds the block.
-        last_path: the way last taken without gradients, or None.
-        copied_bytes: what a transposed copy of down_proj's weight takes; it is renewed when that changes in place.
+        last_path: the path last taken without gradients, or None.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Tantaru 2025, "Towards Better Kernels for Gated MLP".
 
@@ -102,27 +117,30 @@ class GatedMLP(_Sparse):
         *,
         recompute: bool = False,
         method: str = "fused",
+        l1: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__("nn.GatedMLP", activation, method)
+        super().__init__("nn.GatedMLP", activation, method, l1)
         _check_sizes("nn.GatedMLP", hidden_size, intermediate_size)
         self.recompute = recompute
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[..., hidden_size]` -> `[..., hidden_size]`."""
+    def forward(self, x: Tensor) -> Any:
+        """x `[..., hidden_size]` -> `[..., hidden_size]`, or with `l1` `(out, activity)`."""
         # Attributes of a module that are modules are slow to get.
         layers: Any = self._modules
         gate, up, down = layers["gate_proj"], layers["up_proj"], layers["down_proj"]
         if why_called(gate_proj=gate, up_proj=up, down_proj=down) is not None:
-            return down(GATES[self.activation](gate(x)) * up(x))
+            return self._layer_by_layer(x, gate, up, down)
         checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
-        out = self._sparse(x, gate, up, down)
+        out = self._sparse(x, gate, up, down, self.recompute)
         if out is not None:
             return out
+        if self.l1:
+            return self._layer_by_layer(x, gate, up, down)
         return gemm.gated_mlp(
             x,
             gate.weight,
@@ -143,13 +161,14 @@ class MLP(_Sparse):
     """down_proj(activation(up_proj(x))).
 
     Args:
-        hidden_size, intermediate_size, activation, bias, method, dtype, device: as in `GatedMLP`.
+        hidden_size, intermediate_size, activation, bias, l1, dtype, device: as in `GatedMLP`.
+        method: the path, as in `ffn.plain`, with gradients too.
 
     Raises:
         ValueError, TypeError: as `GatedMLP`.
 
     Attributes:
-        up_proj, down_proj, method, density, sparse_block, last_path, copied_bytes: as in `GatedMLP`.
+        up_proj, down_proj, method, l1, density, sparse_block, last_path: as in `GatedMLP`.
 
     Source: Vaswani et al. 2017, "Attention Is All You Need", section 3.3.
 
@@ -164,24 +183,25 @@ class MLP(_Sparse):
         activation: str = "gelu",
         bias: bool = False,
         *,
-        method: str = "fused",
+        method: str = "dense",
+        l1: bool = False,
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__("nn.MLP", activation, method)
+        super().__init__("nn.MLP", activation, method, l1)
         _check_sizes("nn.MLP", hidden_size, intermediate_size)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[..., hidden_size]` -> `[..., hidden_size]`."""
+    def forward(self, x: Tensor) -> Any:
+        """x `[..., hidden_size]` -> `[..., hidden_size]`, or with `l1` `(out, activity)`."""
         layers: Any = self._modules
         up, down = layers["up_proj"], layers["down_proj"]
         out = None
         if why_called(up_proj=up, down_proj=down) is None:
             checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
             out = self._sparse(x, up, None, down)
-        return down(GATES[self.activation](up(x))) if out is None else out
+        return self._layer_by_layer(x, up, None, down) if out is None else out
 
     def extra_repr(self) -> str:
         return f"activation={self.activation!r}"

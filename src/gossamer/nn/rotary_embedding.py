@@ -19,6 +19,19 @@ def _place(tensor: Tensor) -> tuple[torch.device, Any]:
     return tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
+def check_positions(operator: str, position_ids: Tensor | None, x: Tensor) -> None:
+    """Raises where position_ids are no whole numbers `[T]` or `[B, T]` of x `[B, T, ...]`."""
+    if position_ids is None:
+        return
+    checks.whole(operator, position_ids=position_ids)
+    checks.same_device(operator, "x", x.device, position_ids=position_ids)
+    if tuple(position_ids.shape) not in (tuple(x.shape[1:2]), tuple(x.shape[:2])):
+        raise ValueError(
+            f"{operator}: position_ids must have shape [T] or [B, T] with B, T = {list(x.shape[:2])} like x, got "
+            f"{list(position_ids.shape)}."
+        )
+
+
 class RotaryEmbedding(nn.Module):
     """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer.
 
@@ -26,14 +39,13 @@ class RotaryEmbedding(nn.Module):
     """
 
     inv_freq: Tensor
-    # Here for modules that were pickled without them.
-    _first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
-    _kept: tuple[Any, Tensor] | None = None
 
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
         self.head_dim, self.theta = head_dim, theta
         self.register_buffer("inv_freq", self._frequencies(device))
+        self._first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
+        self._kept: tuple[Any, Tensor] | None = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # `load_state_dict` hands on a copy of the dictionary that it was given.

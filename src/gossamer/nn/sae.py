@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer import gemm, sae
 from gossamer._core import checks
 from gossamer._core.recompute import recomputed, remembered
+from gossamer.nn._placement import HERE, Here
 from gossamer.nn._silence import Silence
 from gossamer.nn.median import geometric_median
 from gossamer.rowsparse import ELL, DensityTracker, Rows
@@ -21,8 +22,8 @@ Found = TypeVar("Found")
 
 
 class SAELoss(NamedTuple):
-    """What `loss` returns; every tensor on the device, none of them waited for. Backward reads the reconstruction and
-    what it is of again: they must not be changed in place before.
+    """The terms of `loss`, all of them tensors on the device. The host has not waited for any. The backward pass reads
+    the reconstruction and its target again: no one may change them in place before.
 
     Args:
         loss: `[]`, mse + l0_penalty + dead_loss: call `backward()` on it.
@@ -30,7 +31,7 @@ class SAELoss(NamedTuple):
         l0_penalty: `[]`, l0_coefficient times the penalty; 0 for TopK.
         l0: `[]`, float32, values of a row that differ from 0, mean over rows, without a gradient.
         reconstruction: `[..., d_in]`, of a `Transcoder` `[..., d_out]`.
-        dead_loss: `[]`, what dead latents add, coefficient included; 0 where none is dead.
+        dead_loss: `[]`, the loss of dead latents, coefficient included; 0 where none is dead.
     """
 
     loss: Tensor
@@ -47,7 +48,7 @@ class SAELoss(NamedTuple):
 
 
 def _shown(part: Tensor) -> str:
-    # What a compiler or a transform passes around has no number to show.
+    # A tensor that a compiler or a transform passes around has no number to show.
     wrapped = type(part) is not Tensor or torch._C._functorch.is_functorch_wrapped_tensor(part)
     if part.dim() == 0 and not wrapped and not part.is_meta:
         return f"{part.item():.6g}"
@@ -55,12 +56,13 @@ def _shown(part: Tensor) -> str:
 
 
 class SparseAutoencoder(torch.nn.Module):
-    """Parameters with SAELens's names and layouts, and what the autoencoders share."""
+    """The base of all autoencoders: parameters with SAELens's names and layouts, statistics, and the loss."""
 
     firing_counts: Tensor
     steps_since_fired: Tensor
     dead_after: int
     _wide_buffers: tuple[str, ...] = ()
+    _placement: Here = HERE
 
     def __init__(
         self,
@@ -70,7 +72,7 @@ class SparseAutoencoder(torch.nn.Module):
         device: torch.device | str | None,
         d_out: int | None = None,
     ) -> None:
-        """d_out: of what is not x itself. Its directions are not the encoder's, and begin at 0."""
+        """d_out: the size of a target that is not x; decoder rows begin at 0 then, and at the encoder's otherwise."""
         super().__init__()
         operator = f"nn.{type(self).__name__}"
         checks.positive(operator, "d_in", d_in, "It is the size of the vectors to encode.")
@@ -89,7 +91,7 @@ class SparseAutoencoder(torch.nn.Module):
         self._density = DensityTracker()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseAutoencoder":
-        """A cast to 16 bits leaves out what moves by small steps, and would stand still there."""
+        """A cast to 16 bits leaves these buffers as they are: they move by steps that 16 bits would round to 0."""
         before = {name: getattr(self, name) for name in self._wide_buffers if name in self._buffers}
         super()._apply(fn, recurse)
         for name, buffer in before.items():
@@ -123,11 +125,30 @@ class SparseAutoencoder(torch.nn.Module):
 
     def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
-        return self._decoded(rows)
+        return self._placement.decode(rows, self.W_dec, self.b_dec)
 
-    def _decoded(self, rows: Rows) -> Tensor:
-        """In the units of the weights, in which `loss` computes: `decode` may return those of x."""
-        return sae.decode(rows, self.W_dec, self.b_dec)
+    def gathered(self, rank: int | None = None) -> Any:
+        """The whole autoencoder, on the CPU: for `nn.save`, or to use it on one device. Every rank has to call it.
+
+        Args:
+            rank: the rank of the group that gets it, while the others get None; by default all get it.
+        """
+        return self._placement.gathered(self, rank)
+
+    @property
+    def latents(self) -> range:
+        """Which of the `d_sae` latents are here: all of them, or the slice of this rank (`nn.shard`)."""
+        return self._placement.latents or range(self.d_sae)
+
+    @property
+    def sharded(self) -> bool:
+        """Whether `nn.shard` made this module."""
+        return self._placement.latents is not None
+
+    @property
+    def _biases(self) -> tuple[Tensor, Tensor]:
+        """(b_enc, b_dec) in the units in which `forward` and `loss` compute."""
+        return self.b_enc, self.b_dec
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
@@ -145,7 +166,7 @@ class SparseAutoencoder(torch.nn.Module):
 
     @torch.no_grad()
     def initialize_(self, x: Tensor) -> None:
-        """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of what is to be reconstructed.
+        """Sets b_dec to the geometric median of x `[..., d_in]`, a sample of the rows to reconstruct.
 
         Raises:
             ValueError: x has another last dimension than b_dec, no row, or NaN or Inf.
@@ -160,19 +181,19 @@ class SparseAutoencoder(torch.nn.Module):
         """The rows of a sample `[M, d_in]`."""
         if x.shape[-1:] != self.b_dec.shape:
             raise ValueError(
-                f"nn.{type(self).__name__}: x must be a sample of what is reconstructed, with shape "
+                f"nn.{type(self).__name__}: x must be a sample of the rows to reconstruct, with shape "
                 f"[..., {len(self.b_dec)}] like b_dec, got {list(x.shape)}."
             )
         return x.flatten(0, -2) if x.dim() > 1 else x[None]
 
     @torch.no_grad()
     def normalize_decoder_(self) -> None:
-        """Scales the rows of W_dec to norm 1, for those who constrain them; call it after `optimizer.step()`."""
+        """Scales the rows of W_dec to norm 1, where training constrains them; call it after `optimizer.step()`."""
         self.W_dec.div_(self._decoder_norms(self.W_dec).clamp(min=1e-8)[:, None])
 
     @torch.no_grad()
     def project_decoder_gradient_(self) -> None:
-        """Takes from the gradient of W_dec what would only change the norms of its rows; call it before
+        """Takes the part that would only change the norms of rows from the gradient of W_dec; call it before
         `optimizer.step()`, and `normalize_decoder_` after it.
 
         Source: Bricken et al. 2023, "Towards Monosemanticity", on training.
@@ -184,11 +205,11 @@ class SparseAutoencoder(torch.nn.Module):
             self.W_dec.grad.copy_(torch.addcmul(grad, along[:, None], rows, value=-1))
 
     def _encode(self, x: Tensor, slots: int | None = None) -> tuple[ELL, Tensor]:
-        """(latents, l0 of each row); slots per row, where nobody asked for others."""
+        """(latents, l0 of each row). `slots` is their capacity where the module has none of its own."""
         return self._counted(*self._latents(x, capacity=self._capacity or slots, **self._options()))
 
     def _options(self) -> dict[str, Any]:
-        """What `sae.encode` and `encode_dense` are told in this mode."""
+        """The arguments of `sae.encode` and `encode_dense` in this mode."""
         raise NotImplementedError
 
     @property
@@ -197,44 +218,47 @@ class SparseAutoencoder(torch.nn.Module):
 
     @property
     def _expected(self) -> int | None:
-        """How many entries a row has, where that is known without looking."""
+        """How many entries a row has, where the host knows it without looking."""
         return None
 
     def _chosen(
         self, x: Tensor, sparse: Callable[[Tensor, int | None], tuple[Rows, Tensor]]
     ) -> tuple[Rows | Tensor, Tensor, Tensor | None]:
-        """(latents as a container or dense, l0, the counts of entries where they have to be followed)"""
+        """(latents as a container or dense, l0, counts of entries where the density tracker follows them)"""
         self._check(x)
         if self._way(x) == "sparse":
             if self._expected is not None:
                 return *sparse(x, None), None
             rows, l0 = sparse(x, slots(self._density.basis(training=self.training), self.d_sae))
             return rows, l0, rows.packed.counts
-        acts, l0, fired, nnz = encode_dense(x, self.W_enc, self.b_enc, **self._options())
+        acts, l0, fired, nnz = encode_dense(x, self.W_enc, self._biases[0], **self._options())
         if self.training:
             with torch.no_grad():
                 self._count(acts, fired)
         return acts, l0, nnz
 
     def _way(self, x: Tensor) -> str:
+        if self.sharded:
+            # The sum over ranks takes packed latents.
+            return "sparse"
         rows = x.shape[:-1].numel()
         return choose_path(self._density, rows, self.W_dec, self._expected, training=self.training)
 
     def _record(self, nnz: Tensor | None) -> None:
-        if nnz is not None and self._expected is None:
+        if nnz is not None and self._expected is None and not self.sharded:
             limit = self._capacity or most_slots(self.d_sae)
             self._density.record(nnz, training=self.training, limit=limit)
 
     def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
-        """The same where nobody but `loss` sees the latents, in the format that keeps least."""
+        """As `_encode`, for `loss` alone, in the format that keeps least memory for the backward pass."""
         return self._encode(x, slots)
 
     def _latents(
         self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
     ) -> tuple[Any, Tensor]:
-        """What encodes: where the latents are spread over processes, another function."""
-        weights = (self.W_enc, self.b_enc) if W_enc is None else (W_enc, b_enc)
-        return sae.encode_with_l0(x, *weights, **options)
+        """(latents, l0 of each row), with the weights of the module or others."""
+        weights = (self.W_enc, self._biases[0]) if W_enc is None else (W_enc, b_enc)
+        return self._placement.encode(x, *weights, **options)
 
     def _counted(self, rows: Any, l0: Tensor) -> tuple[Any, Tensor]:
         if self.training:
@@ -243,7 +267,8 @@ class SparseAutoencoder(torch.nn.Module):
         return rows, l0
 
     def _count(self, rows: Rows | Tensor, fired: Tensor) -> None:
-        """Takes what a call in training has shown; without gradients. What a checkpoint computes again has counted."""
+        """Adds a call in training to the statistics, without gradients. A call that a checkpoint computes again was
+        counted in its first run."""
         if recomputed():
             return
         self.firing_counts += fired
@@ -251,14 +276,14 @@ class SparseAutoencoder(torch.nn.Module):
 
     def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
         if target is x and x.dim() > 2:
-            # The encoder and the error would both make a copy where rows lie apart.
+            # The encoder and the squared error would each copy an x whose rows do not follow each other in memory.
             x = target = x.contiguous()
         rows, l0, nnz = self._chosen(x, self._entries)
         reconstruction = self._output(x, rows)
         mse = mean(squared_error(target, reconstruction))
         penalty = self._penalty(rows, l0)
         dead = self._dead_loss(x, target, reconstruction) if self.training else None
-        # What there is not is a zero of its own.
+        # A term that this autoencoder lacks is shown as a zero, each in a tensor of its own.
         none = mse.new_zeros(3).unbind() if penalty is None or dead is None else ()
         loss = mse + (none[0] if penalty is None else penalty)
         loss = loss if dead is None else loss + dead
@@ -267,7 +292,11 @@ class SparseAutoencoder(torch.nn.Module):
         return SAELoss(loss, mse, shown[0], mean(l0.detach()), reconstruction, shown[1])
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
-        return decode_dense(rows, self.W_dec, self.b_dec) if isinstance(rows, Tensor) else self._decoded(rows)
+        """The reconstruction in the units in which `forward` and `loss` compute."""
+        b_dec = self._biases[1]
+        if isinstance(rows, Tensor):
+            return decode_dense(rows, self.W_dec, b_dec)
+        return self._placement.decode(rows, self.W_dec, b_dec)
 
     def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
         return None
@@ -277,26 +306,26 @@ class SparseAutoencoder(torch.nn.Module):
         return None
 
     def _first_found(self, find: Callable[[], Found], keep: Callable[[Found], Found] = lambda found: found) -> Found:
-        """find() of what moves from call to call; where a checkpoint computes again, what the first run found."""
+        """find(), a state that moves from call to call; in a checkpoint's second run, the state of its first."""
         return remembered(self, find, lost=self._lost, keep=keep)
 
     def _lost(self) -> Any:
         raise RuntimeError(
             f"nn.{type(self).__name__}: a checkpoint computes again what it was not seen to compute first, so what the "
-            "first run knew (of dead latents, of the steering) cannot be told. Use torch.utils.checkpoint, around the "
-            "whole call and with no other saved_tensors_hooks inside."
+            "first run knew (of dead latents, of the steering) cannot be told. Use torch.utils.checkpoint with "
+            "use_reentrant=False, around the whole call, and with no other saved_tensors_hooks inside."
         )
 
     def _longest_silent(self, count: int) -> tuple[Tensor, Tensor]:
-        """(which latents, whether each is dead), of the equally silent the first: how many are dead only the device
-        knows, so sizes are fixed."""
-        which = self._silence(0, self.d_sae).topk(min(count, self.d_sae)).indices
-        return which, self.dead()[which]
-
-    def _silence(self, first: int, d_sae: int) -> Tensor:
-        """int64 keys that order latents by their silence, of which no two are equal; `first` is the first's index."""
-        ties = torch.arange(first, first + len(self.steps_since_fired), device=self.steps_since_fired.device)
-        return self.steps_since_fired * d_sae + (d_sae - 1 - ties)
+        """(the latents that were silent longest, whether each is dead); of equally silent ones the first. Their number
+        is fixed, because the device alone knows how many are dead."""
+        steps, latents = self.steps_since_fired, self.latents
+        # Keys in the order of silence, of which no two are equal.
+        ties = torch.arange(latents.start, latents.stop, device=steps.device)
+        keys = steps * self.d_sae + (self.d_sae - 1 - ties)
+        which, chosen = self._placement.highest(keys, min(count, self.d_sae))
+        dead = self.dead()[which]
+        return which, dead if chosen is None else dead & chosen
 
     def _decoder_norms(self, W_dec: Tensor) -> Tensor:
         """`[latents]`, in the wide dtype; 0 has the gradient 0."""
@@ -304,7 +333,7 @@ class SparseAutoencoder(torch.nn.Module):
 
 
 class Reviving(SparseAutoencoder):
-    """What those that keep k latents share, and what they do for dead ones."""
+    """The base of autoencoders that keep k latents: their settings, and the auxiliary loss for dead latents."""
 
     aux_coefficient: float
     aux_k: int
@@ -343,29 +372,23 @@ class Reviving(SparseAutoencoder):
         W_enc = self.W_enc.index_select(1, which)
         topk = gemm.TopK(self.aux_k)
         rows, _ = self._latents(x, W_enc=W_enc, b_enc=biases, activation=topk, b_dec=self._centre)
-        estimate = self._estimate(rows, self.W_dec.index_select(0, which))
+        estimate = self._placement.estimate(rows, self.W_dec.index_select(0, which))
         residual = target.detach().to(self._wide) - reconstruction.detach().to(self._wide)
         loss = mean(squared_error(residual, estimate))
-        return self.aux_coefficient * torch.where(self._any(dead), loss, 0)
-
-    def _estimate(self, rows: ELL, W_dec: Tensor) -> Tensor:
-        # A half of these columns or less is in a row: too many for sparse products to pay.
-        return rows.to_dense() @ W_dec.to(rows.dtype)
-
-    def _any(self, flags: Tensor) -> Tensor:
-        return flags.any()
+        return self.aux_coefficient * torch.where(self._placement.any(dead), loss, 0)
 
     def _none_is_dead(self) -> bool:
-        """What the host knows; False where it does not. The loss is 0 then, to the bit."""
-        return self._silence_known.below(self.steps_since_fired, self.dead_after)
+        """Whether the host knows that no latent is dead, so that the loss is 0 to the bit. Of other ranks' latents it
+        knows nothing, and all ranks have to take part."""
+        return not self.sharded and self._silence_known.below(self.steps_since_fired, self.dead_after)
 
     @property
     def _centre(self) -> Tensor | None:
-        """What is subtracted from x before it is encoded."""
+        """The bias that the encoder subtracts from x."""
         return self.b_dec
 
     def extra_repr(self) -> str:
-        return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}"
+        return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}{self._placement}"
 
 
 def mean(terms: Tensor) -> Tensor:
@@ -433,8 +456,8 @@ class BatchTopKSAE(Reviving):
     one. In evaluation mode that mean is a threshold, and what a row keeps does not depend on the others.
 
     Initialisation and dtypes are those of `TopKSAE`, but the encoder begins at 0.4 times the decoder. At 1 the rows
-    with the largest norms take all entries of an untrained batch and are explained several times over, and what has to
-    unlearn that is slow. What learns fast leaves more latents dead: hence other defaults of what revives them.
+    with the largest norms take all entries of an untrained batch, which then explain these rows several times over, and
+    training unlearns that slowly. Fast learning leaves more latents dead, so the auxiliary loss has other defaults.
 
     Args:
         d_in: size of the vectors to encode.
@@ -444,7 +467,7 @@ class BatchTopKSAE(Reviving):
         capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
             as dense. `loss` encodes to a CSR in training, unless sharded, which needs none. With None `forward` takes
             up to twice the usual number in evaluation mode, where earlier rows would have filled that.
-        aux_coefficient: as in `TopKSAE`. Where Adam remembers what latents had learnt from, 1/32 comes to nothing.
+        aux_coefficient: as in `TopKSAE`. Beside the gradients that Adam remembers of a latent, 1/32 has no effect.
         aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
         dead_after: as in `TopKSAE`.
         dtype: of the weights; None takes PyTorch's default.
@@ -504,7 +527,8 @@ class BatchTopKSAE(Reviving):
         return self.k if self.training else None
 
     def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
-        if not self.training:
+        if not self.training or self.sharded:
+            # How many entries this rank has is not known.
             return self._encode(x, slots)
         return self._counted(*self._latents(x, format="csr", **self._options()))
 
@@ -521,7 +545,7 @@ class BatchTopKSAE(Reviving):
         """[], inf where nothing is held."""
         if isinstance(rows, Tensor):
             return torch.where(rows > 0, rows, torch.inf).amin() if rows.numel() else rows.new_full((), torch.inf)
-        return smallest(rows)
+        return self._placement.least(smallest(rows))
 
     def loss(self, x: Tensor) -> SAELoss:
         """The loss of x `[..., d_in]`; the L0 penalty is 0."""

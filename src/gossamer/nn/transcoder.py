@@ -94,4 +94,4 @@ class Transcoder(Reviving):
 
     def extra_repr(self) -> str:
         skip = "" if self.W_skip is None else ", skip=True"
-        return f"d_in={self.d_in}, d_out={self.d_out}, d_sae={self.d_sae}, k={self.k}{skip}"
+        return f"d_in={self.d_in}, d_out={self.d_out}, d_sae={self.d_sae}, k={self.k}{skip}{self._placement}"

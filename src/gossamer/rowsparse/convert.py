@@ -90,7 +90,8 @@ def from_torch_sparse(tensor: Tensor) -> CSR:
 
     Raises:
         TypeError: it is not sparse, or not floating.
-        ValueError: a hybrid tensor, whose entries are tensors.
+        ValueError: a hybrid tensor, whose entries are tensors; offsets that do not start at 0, that decrease, or that
+            do not end at the number of entries; an index out of range.
 
     Source: this package; `torch.sparse`.
 
@@ -105,6 +106,7 @@ def from_torch_sparse(tensor: Tensor) -> CSR:
         raise TypeError(f"{operator}: tensor must be floating, got {checks.name_of(tensor.dtype)}.")
     if tensor.dense_dim():
         raise ValueError(f"{operator}: entries must be single numbers, got tensors of {tensor.dense_dim()} dimensions.")
+    _check_layout(operator, tensor)
     coo = (tensor if tensor.layout is torch.sparse_coo else tensor.to_sparse()).coalesce()
     *leading, columns = coo.indices()
     shape = tuple(coo.shape)
@@ -113,3 +115,33 @@ def from_torch_sparse(tensor: Tensor) -> CSR:
         row = row * size + index
     offsets = offsets_of(torch.bincount(row, minlength=math.prod(shape[:-1])))
     return CSR(offsets, columns.int(), coo.values(), shape)
+
+
+def _check_layout(operator: str, tensor: Tensor) -> None:
+    """Raises where a tensor breaks the rules of its layout, at which PyTorch does not look by default."""
+    if tensor.layout is torch.sparse_coo:
+        indices = tensor._indices()
+        _check_range(operator, "indices", indices, torch.tensor(tensor.shape, device=indices.device)[:, None])
+        return
+    by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
+    if by_rows:
+        name, offsets, indices = "crow_indices", tensor.crow_indices(), tensor.col_indices()
+    else:
+        name, offsets, indices = "ccol_indices", tensor.ccol_indices(), tensor.row_indices()
+    wrong = (offsets[..., :1] != 0).any() | (offsets[..., -1:] != indices.shape[-1]).any()
+    if bool(wrong | (offsets.diff(dim=-1) < 0).any()):
+        raise ValueError(
+            f"{operator}: {name} must start at 0, never decrease, and end at the number of entries, "
+            f"{indices.shape[-1]}, got {offsets.flatten()[:8].tolist()} at its beginning."
+        )
+    block = tensor.values().shape[-2:] if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc) else (1, 1)
+    dim = -1 if by_rows else -2
+    _check_range(operator, "indices", indices, torch.tensor(tensor.shape[dim] // block[dim], device=indices.device))
+
+
+def _check_range(operator: str, name: str, indices: Tensor, sizes: Tensor) -> None:
+    outside = (indices < 0) | (indices >= sizes)
+    if bool(outside.any()):
+        raise ValueError(
+            f"{operator}: {name} must lie in [0, size) of their dimension, got {int(indices[outside][0])}."
+        )

@@ -14,6 +14,7 @@ def _launcher() -> Any:
 dense_transpose: Any = register(
     "dense_transpose(Tensor x) -> Tensor",
     cpu=lambda x: x.new_empty(x.shape[1], x.shape[0]).copy_(x.t()),
+    strided=("x",),
     gpu=_launcher,
     fake=lambda x: x.new_empty(x.shape[1], x.shape[0]),
     backward=lambda ctx, grad: dense_transpose(grad),

@@ -45,9 +45,9 @@ class DensityTracker:
     where it is that far ahead, so that the device always has work, and the same calls take the same ways whatever the
     host was doing. Training and inference have a history each, and the first `lag` calls of each know nothing.
 
-    What `torch.utils.checkpoint` computes again goes the way of its first run, whatever has been computed in between,
-    and is not counted; so does what an `autograd.Function` of one's own computes again, if the first run is a training
-    call. Calls that a CUDA graph captures or `torch.compile` traces go the way that was last taken, and record nothing.
+    A call that `torch.utils.checkpoint(use_reentrant=False)` computes again goes the way of its first run, whatever has
+    been computed in between. Any other call in a backward pass goes the way last taken. Neither is counted. Calls that
+    a CUDA graph captures or `torch.compile` traces go the way that was last taken, and record nothing.
     Copies and pickles keep `lag` and `pinned`, and start anew.
 
     Args:

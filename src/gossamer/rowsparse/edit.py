@@ -69,6 +69,8 @@ def where(rows: Any, mask: Tensor) -> Any:
     values, indices, counts, _ = rows.settle().packed
     row, column, held, over = slots_of(rows)
     kept = _held(operator, values, held, row, over)
+    # An index that no mask has stays for the operator that refuses it, or makes NaN of it.
+    held = held & (column >= 0) & (column < rows.num_columns)
     if values.numel() and mask.numel():
         leading: list[Tensor] = []
         for size in reversed(rows.shape[:-1]):

@@ -20,7 +20,16 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import checks
-from gossamer.rowsparse.container import COUNTS, INDICES, SOURCE, VALUES, LinearSource, Packed, RowSparse
+from gossamer.rowsparse.container import (
+    COUNTS,
+    INDICES,
+    SOURCE,
+    VALUES,
+    LinearSource,
+    Packed,
+    RowSparse,
+    unchecked,
+)
 
 
 @dataclass(init=False, eq=False, repr=False)
@@ -38,11 +47,12 @@ class ELL(RowSparse):
             overflowed.
 
     Raises:
-        ValueError: the tensors' shapes or devices do not fit each other, or N is not below 2^31.
+        ValueError: the tensors' shapes or devices do not fit each other, or N is not below 2^31; on the CPU, an index
+            outside [0, N) that is not -1, or a count below 0.
         TypeError: the indices or counts are not int32, the values not floating, or the source has another dtype.
 
-    Indices outside [0, N) raise on the CPU. On the GPU looking would cost a sync: they make their row NaN instead;
-    `validate()` looks and raises.
+    To look at indices and counts on a GPU costs a sync: there those that break the rule make their row NaN, or have it
+    read from the source. `validate()` looks and raises. Under `torch.compile` nothing looks.
 
     >>> indices, nnz = torch.tensor([[3], [0]], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
     >>> rows = ELL(torch.ones(2, 1), indices, nnz, (2, 4))
@@ -78,7 +88,12 @@ class ELL(RowSparse):
         checks.shape(operator, "nnz_per_row", nnz_per_row, (m,), "[M]", "like values")
         _check_dtypes(operator, "", indices=(indices, torch.int32), nnz_per_row=(nnz_per_row, torch.int32))
         _check_source(operator, shape, values, source, indices=indices, nnz_per_row=nnz_per_row)
-        self._hold(values, indices, nnz_per_row, source, shape=shape)
+        if _readable(nnz_per_row):
+            fits = (nnz_per_row <= values.shape[1])[:, None]
+            _check_counts(operator, self.COUNTS_NAME, nnz_per_row)
+            held = fits & (torch.arange(values.shape[1], device=values.device) < nnz_per_row[:, None])
+            check_indices(operator, indices[held], shape[-1])
+        self._hold(values, indices, _overflowing(nnz_per_row, values.shape[1]), source, shape=shape)
 
     @property
     def capacity(self) -> int:
@@ -116,9 +131,12 @@ class CSR(RowSparse):
         source: `[M, N]`, dense, right at least for the overflowed rows; None promises that no row overflowed.
 
     Raises:
-        ValueError: the tensors' shapes or devices do not fit each other, or N is not below 2^31.
+        ValueError: the tensors' shapes or devices do not fit each other, or N is not below 2^31; on the CPU,
+            row_offsets that do not start at 0 or that decrease, or an index outside [0, N) that is not -1.
         TypeError: row_offsets is not int64, indices is not int32, the values are not floating, or the source has
             another dtype.
+
+    On a GPU, where to look costs a sync, rows from the first wrong offset on are NaN, or are read from the source.
 
     >>> rows = CSR(torch.tensor([0, 1, 1]), torch.tensor([2], dtype=torch.int32), torch.ones(1), (2, 3))
     >>> rows.to_dense().tolist()
@@ -146,6 +164,11 @@ class CSR(RowSparse):
         checks.shape(operator, "indices", indices, tuple(values.shape), "[nnz]", "like values")
         _check_dtypes(operator, "", row_offsets=(row_offsets, torch.int64), indices=(indices, torch.int32))
         _check_source(operator, shape, values, source, row_offsets=row_offsets, indices=indices)
+        if _readable(row_offsets):
+            _check_offsets(operator, row_offsets)
+            check_indices(operator, indices[_held_by_offsets(row_offsets, len(values))], shape[-1])
+        elif _on_gpu(row_offsets):
+            row_offsets = ascending(row_offsets, len(values))
         self._hold(values, indices, row_offsets, source, shape=shape)
 
     @property
@@ -173,18 +196,15 @@ class CSR(RowSparse):
         operator = "rowsparse.CSR"
         _, indices, offsets, source = self.packed
         nnz = int(offsets[-1])
-        if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
-            raise ValueError(f"{operator}: row_offsets must start at 0 and never decrease.")
+        _check_offsets(operator, offsets)
         if source is None and nnz > self.max_nnz:
             raise ValueError(
-                f"{operator}: row_offsets[-1] must be at most len(values) = {self.max_nnz} without a source, "
-                f"got {nnz}. Give the dense source or longer buffers."
+                f"{operator}: row_offsets must start at 0, never decrease, and be at most len(values) = {self.max_nnz} "
+                f"without a source, got {nnz} at the end. Sort the rows, or give the dense source or longer buffers."
             )
-        slots = torch.arange(self.max_nnz, device=self.device)
-        # Whatever lies behind the last row that fits belongs to none, and how far the others end behind says nothing.
-        held = slots < torch.where(offsets > self.max_nnz, 0, offsets).max()
+        held = _held_by_offsets(offsets, self.max_nnz)
         check_indices(operator, indices[held], self.num_columns)
-        row = torch.searchsorted(offsets, slots, right=True)
+        row = torch.searchsorted(offsets, torch.arange(self.max_nnz, device=self.device), right=True)
         _check_ascending(operator, indices, held, row)
         return self
 
@@ -207,7 +227,8 @@ class TwELL(RowSparse):
             with more entries than an ELL has slots by default are read from it as well.
 
     Raises:
-        ValueError: the tensors' shapes or devices do not fit each other, tile is out of range, or N is not below 2^31.
+        ValueError: the tensors' shapes or devices do not fit each other, tile is out of range, or N is not below 2^31;
+            on the CPU, an index outside its tile or beyond N, or a count below 0. On a GPU see `ELL`.
         TypeError: indices or counts have another dtype, the values are not floating, or the source has another dtype.
 
     An operator that reads a TwELL brings its entries together first, as `rowsparse.convert` does: it is a format to
@@ -253,7 +274,12 @@ class TwELL(RowSparse):
         wanted = {"indices": (indices, tile_index_dtype(tile)), "nnz_per_tile": (nnz_per_tile, torch.int16)}
         _check_dtypes(operator, f" for tiles of {tile}", **wanted)
         _check_source(operator, shape, values, source, indices=indices, nnz_per_tile=nnz_per_tile)
-        self._hold(values, indices, nnz_per_tile, source, shape=shape, tile=tile)
+        if _readable(nnz_per_tile):
+            _check_counts(operator, self.COUNTS_NAME, nnz_per_tile)
+            fits = (nnz_per_tile <= values.shape[2])[..., None]
+            held = fits & (torch.arange(values.shape[2], device=values.device) < nnz_per_tile[..., None])
+            check_tile_indices(operator, indices, held, tile, shape[-1])
+        self._hold(values, indices, _overflowing(nnz_per_tile, values.shape[2]), source, shape=shape, tile=tile)
 
     @property
     def slots(self) -> int:
@@ -276,7 +302,7 @@ class TwELL(RowSparse):
         _, indices, counts, _ = self.packed
         _check_slots(operator, self, max(self.tile, self.slots))
         held = torch.arange(self.slots, device=self.device) < counts[..., None]
-        check_tile_indices(operator, self, held)
+        check_tile_indices(operator, indices, held, self.tile, self.num_columns)
         _check_ascending(operator, indices, held)
         return self
 
@@ -294,6 +320,11 @@ def empty_ell(like: Tensor, m: int, capacity: int) -> tuple[Tensor, Tensor, Tens
     """(values, indices, nnz_per_row) of an ELL, with anything in them, of the dtype and on the device of `like`."""
     values, nnz = like.new_empty(m, capacity), like.new_empty(m, dtype=torch.int32)
     return values, torch.empty_like(values, dtype=torch.int32), nnz
+
+
+def column_dtype(n: int) -> torch.dtype:
+    """Of columns in a list that a block keeps in training: 16 bits, without a sign, where these hold N of them."""
+    return torch.int16 if n <= 65536 else torch.int32
 
 
 def empty_twell(like: Tensor, m: int, n: int, tile: int, slots: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -360,8 +391,7 @@ def _check_slots(operator: str, rows: ELL | TwELL, most: int) -> None:
     """Raises where a list has fewer than 0 entries, or more than `most` or, without a source, than slots."""
     values, _, counts, source = rows.packed
     name = rows.COUNTS_NAME
-    if bool((counts < 0).any()):
-        raise ValueError(f"{operator}: {name} must be at least 0, got {int(counts.min())}.")
+    _check_counts(operator, name, counts)
     if source is None and bool(rows.overflowed):
         raise ValueError(
             f"{operator}: {name} must be at most {rows.SIZES[-1]} = {values.shape[-1]} without a source, "
@@ -369,6 +399,52 @@ def _check_slots(operator: str, rows: ELL | TwELL, most: int) -> None:
         )
     if counts.numel() and int(counts.max()) > most:
         raise ValueError(f"{operator}: {name} must be at most {most}, the entries that fit, got {int(counts.max())}.")
+
+
+def _check_counts(operator: str, name: str, counts: Tensor) -> None:
+    if bool((counts < 0).any()):
+        raise ValueError(f"{operator}: {name} must be at least 0, got {int(counts.min())}.")
+
+
+def _check_offsets(operator: str, offsets: Tensor) -> None:
+    if int(offsets[0]) != 0 or bool((offsets.diff() < 0).any()):
+        raise ValueError(f"{operator}: row_offsets must start at 0 and never decrease.")
+
+
+def _held_by_offsets(offsets: Tensor, max_nnz: int) -> Tensor:
+    """Which slots belong to a row that fits the buffer."""
+    return torch.arange(max_nnz, device=offsets.device) < torch.where(offsets > max_nnz, 0, offsets).max()
+
+
+def _readable(counts: Tensor) -> bool:
+    """Whether to look at numbers waits for nothing: a plain tensor of the CPU outside of a compiler and a transform."""
+    return type(counts) is Tensor and checks.host_computes(counts) and not _wrapped(counts)
+
+
+def _on_gpu(counts: Tensor) -> bool:
+    return type(counts) is Tensor and counts.is_cuda and not torch.compiler.is_compiling() and not _wrapped(counts)
+
+
+def _wrapped(tensor: Tensor) -> bool:
+    return bool(torch._C._functorch.is_functorch_wrapped_tensor(tensor))
+
+
+def _overflowing(counts: Tensor, slots: int) -> Tensor:
+    """Counts of which no operator reads one below 0 on a GPU: such a list overflows."""
+    return torch.where(counts < 0, slots + 1, counts).to(counts.dtype) if _on_gpu(counts) else counts
+
+
+def ascending(offsets: Tensor, max_nnz: int) -> Tensor:
+    """Row offsets with which no kernel leaves the buffers: from the first one on that does not start at 0 or that
+    decreases, rows end behind the buffers, as rows do that overflowed."""
+    before = torch.cat([offsets.new_zeros(1), offsets[:-1]])
+    wrong = offsets < before
+    wrong[0] = False
+    wrong[1:2] |= offsets[:1] != 0
+    highest = offsets.cummax(0).values.clamp(min=max_nnz + 1)
+    kept = torch.where(wrong.cummax(0).values, highest, offsets)
+    kept[0] = 0
+    return kept
 
 
 def _check_ascending(operator: str, indices: Tensor, held: Tensor, cell: Tensor | None = None) -> None:
@@ -395,15 +471,14 @@ def check_indices(operator: str, indices: Tensor, n: int) -> None:
         )
 
 
-def check_tile_indices(operator: str, rows: TwELL, held: Tensor) -> None:
+def check_tile_indices(operator: str, indices: Tensor, held: Tensor, tile: int, n: int) -> None:
     """Raises where an entry, of which `held` has the slots, is outside its tile or beyond N. Waits for the device."""
-    indices = rows.packed.indices
-    first = torch.arange(indices.shape[1], device=indices.device)[:, None] * rows.tile
-    wrong = held & ((indices < 0) | (indices >= (rows.num_columns - first).clamp(max=rows.tile)))
+    first = torch.arange(indices.shape[1], device=indices.device)[:, None] * tile
+    wrong = held & ((indices < 0) | (indices >= (n - first).clamp(max=tile)))
     if bool(wrong.any()):
         raise ValueError(
-            f"{operator}: indices must lie in [0, tile) with tile = {rows.tile}, and below N = {rows.num_columns} in "
-            f"the last tile, got {int(indices[wrong][0])}."
+            f"{operator}: indices must lie in [0, tile) with tile = {tile}, and below N = {n} in the last tile, got "
+            f"{int(indices[wrong][0])}."
         )
 
 
@@ -419,10 +494,17 @@ def _register(cls: type) -> None:
             return [held[name] for name in names], tuple(getattr(rows, size) for size in sizes)
         return [getattr(rows, name) for name in names], tuple(getattr(rows, size) for size in sizes)
 
+    def unflatten(tensors: Any, given: Any) -> Any:
+        parts = dict(zip(names, tensors, strict=True)) | dict(zip(sizes, given, strict=True))
+        if not issubclass(cls, RowSparse):
+            return cls(**parts)
+        # What comes back has been looked at when it was made.
+        return unchecked(cls, counts=parts.pop(cls.COUNTS_NAME), **parts)
+
     _pytree.register_pytree_node(
         cls,
         flatten,
-        lambda tensors, given: cls(**dict(zip(names, tensors, strict=True)), **dict(zip(sizes, given, strict=True))),
+        unflatten,
         serialized_type_name=f"gossamer.rowsparse.{cls.__name__}",
     )
 

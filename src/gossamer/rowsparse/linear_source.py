@@ -56,6 +56,7 @@ def _fake_matmul(values: Tensor, *rest: Any) -> Tensor:
 _linear_source = register(
     "linear_source(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, Tensor counts, SymInt limit) -> Tensor",
     cpu=_cpu.linear_source,
+    strided=("x", "weight"),
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
     setup_context=_context,
     backward=_backward,
@@ -64,6 +65,7 @@ matmul_linear = register(
     "matmul_linear(Tensor values, Tensor indices, Tensor counts, Tensor x, Tensor source_weight, Tensor? source_bias, "
     "Tensor? threshold, Tensor weight, Tensor? bias, ScalarType? out_dtype) -> Tensor",
     cpu=_cpu.matmul_linear,
+    strided=("x", "source_weight", "weight"),
     fake=_fake_matmul,
     # With gradients `rowsparse.matmul` takes the dense rows of the source.
     once_differentiable="rowsparse.matmul",

@@ -271,6 +271,7 @@ matmul_operator = register(
     "matmul(Tensor values, Tensor indices, Tensor offsets, Tensor? source, Tensor weight, Tensor? bias, "
     "ScalarType? out_dtype) -> Tensor",
     cpu=_cpu.matmul,
+    strided=("source", "weight"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -279,6 +280,7 @@ _matmul_bwd = register(
     "matmul_bwd(Tensor grad, Tensor indices, Tensor keys, Tensor col_offsets, Tensor values, Tensor offsets, "
     "Tensor? source, Tensor? weight, ScalarType dtype, Tensor? mask=None) -> (Tensor, Tensor)",
     cpu=_cpu.matmul_bwd,
+    strided=("source", "weight", "mask"),
     fake=_fake_bwd,
     setup_context=_bwd_context,
     backward=_bwd_backward,
@@ -287,6 +289,7 @@ sampled_operator = register(
     "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter, "
     "bool masked, Tensor? products) -> (Tensor, Tensor)",
     cpu=_cpu_sampled,
+    strided=("x", "weight", "source"),
     fake=_fake_sampled,
     setup_context=_sampled_context,
     backward=_sampled_backward,

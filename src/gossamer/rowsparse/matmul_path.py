@@ -1,7 +1,7 @@
 """How products of rows are gone about: what gathering takes beside the dense product, by what the host knows.
 
 That is the slots that rows have. Where none can overflow, as with TopK or a CSR of the true size, they are taken to be
-full; else a third of them. All times are fits to what an H200 took for 170 random shapes (`gossamer bench sweep`).
+full; else a third of them. All times are fits to what an H200 took for 170 random shapes (`benchmarks sweep`).
 """
 
 from functools import lru_cache

@@ -277,6 +277,7 @@ def _unpack_launcher() -> Any:
 pack_ell_operator = register(
     "pack_ell(Tensor x, SymInt capacity) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu.pack_ell,
+    strided=("x",),
     fake=lambda x, capacity: empty_ell(x, x.shape[0], capacity),
     setup_context=_pack_context,
     backward=_pack_backward,
@@ -284,11 +285,13 @@ pack_ell_operator = register(
 _count_rows = register(
     "count_rows(Tensor x) -> Tensor",
     cpu=_cpu.count_rows,
+    strided=("x",),
     fake=lambda x: x.new_empty(x.shape[0], dtype=torch.int32),
 )
 _pack_csr = register(
     "pack_csr(Tensor x, Tensor row_offsets, SymInt max_nnz) -> (Tensor, Tensor)",
     cpu=_cpu.pack_csr,
+    strided=("x",),
     fake=lambda x, row_offsets, max_nnz: (x.new_empty(max_nnz), x.new_empty(max_nnz, dtype=torch.int32)),
     setup_context=_pack_context,
     backward=_pack_backward,
@@ -296,6 +299,7 @@ _pack_csr = register(
 unpack_operator = register(
     "unpack(Tensor values, Tensor indices, Tensor offsets, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu.unpack,
+    strided=("source",),
     gpu=_unpack_launcher,
     fake=lambda values, indices, offsets, _, n: values.new_empty(offsets.shape[0] - int(indices.dim() == 1), n),
     setup_context=_unpack_context,
@@ -304,6 +308,7 @@ unpack_operator = register(
 _pack_twell = register(
     "pack_twell(Tensor x, int tile, int slots) -> (Tensor, Tensor, Tensor)",
     cpu=_cpu_pack_twell,
+    strided=("x",),
     fake=lambda x, tile, slots: empty_twell(x, x.shape[0], x.shape[1], tile, slots),
     setup_context=_pack_context,
     backward=_pack_backward,

@@ -45,7 +45,7 @@ def entries(rows: Any, operator: str | None = None) -> tuple[Tensor, Tensor, Ten
     operator = operator or f"rowsparse.{type(rows).__name__}"
     row, columns, held, over = slots_of(rows)
     if isinstance(rows, TwELL):
-        check_tile_indices(operator, rows, held)
+        check_tile_indices(operator, rows.packed.indices, held, rows.tile, rows.num_columns)
     row, columns, values = row[held], columns[held], values[held]
     check_indices(operator, columns, rows.num_columns)
     over = over.nonzero().squeeze(1)

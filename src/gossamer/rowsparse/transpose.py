@@ -6,6 +6,7 @@ from torch import Tensor
 from gossamer._core.ops import register
 from gossamer.rowsparse._torch.pack import refuse_overflow
 from gossamer.rowsparse._torch.transpose import transpose_keys as _cpu
+from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.formats import CSR, ELL, Rows
 from gossamer.rowsparse.pack import listed, parts, unpack
 
@@ -47,7 +48,8 @@ def transpose(rows: Rows) -> CSR:
         # A source is right at overflowed rows alone; here every row is read from it.
         source = unpack(rows).reshape(rows.num_rows, rows.num_columns).t()
     indices = torch.where(held, row, -1).int()
-    return CSR(row_offsets, indices, ordered, (rows.num_columns, rows.num_rows), source)
+    out: CSR = unchecked(CSR, ordered, indices, row_offsets, (rows.num_columns, rows.num_rows), source)
+    return out
 
 
 def _fake(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:

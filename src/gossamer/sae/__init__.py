@@ -3,12 +3,10 @@
 from gossamer.sae.count_fired import count_fired
 from gossamer.sae.decode import decode
 from gossamer.sae.encode import encode, encode_with_l0
-from gossamer.sae.extract import Extraction, extract
 from gossamer.sae.sharded import decode_sharded, encode_sharded, encode_sharded_with_l0
 from gossamer.sae.tanh_l0 import tanh_l0
 
 __all__ = [
-    "Extraction",
     "count_fired",
     "decode",
     "decode_sharded",
@@ -16,6 +14,5 @@ __all__ = [
     "encode_sharded",
     "encode_sharded_with_l0",
     "encode_with_l0",
-    "extract",
     "tanh_l0",
 ]

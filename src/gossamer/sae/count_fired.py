@@ -41,5 +41,6 @@ def count_fired(rows: Rows) -> Tensor:
 _count_fired = register(
     "sae_count_fired(Tensor values, Tensor indices, Tensor nnz, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu,
+    strided=("source",),
     fake=lambda values, indices, nnz, source, n: values.new_empty(n, dtype=torch.int64),
 )

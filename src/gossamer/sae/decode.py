@@ -235,10 +235,13 @@ def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ..
 
 
 _ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, SymInt capacity, bool truncate, ScalarType? out_dtype)"
-_sae_decode = register(f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, fake=_fake, path=path_of)
+_sae_decode = register(
+    f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, strided=("acts", "weight"), fake=_fake, path=path_of
+)
 _sae_decode_lists = register(
     f"sae_decode_lists{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.decode_lists,
+    strided=("acts", "weight"),
     fake=lambda acts, *rest: (_fake(acts, *rest), *empty_ell(acts, acts.shape[0], rest[2])),
     setup_context=_context,
     backward=_backward,

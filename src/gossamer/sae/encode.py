@@ -384,6 +384,7 @@ _sae_encode = register(
     "float bandwidth, SymInt? capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode,
+    strided=("x", "weight", "b_dec", "threshold"),
     fake=_fake,
     setup_context=save_operands,
     backward=encode_backward,
@@ -393,6 +394,7 @@ sum_gradients_by_column = register(
     "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
+    strided=("grad_values", "grad_source", "grad_l0", "source", "threshold"),
     gpu=lambda: _launchers().bwd_columns,
     fake=_fake_sums,
     once_differentiable="sae.encode",
@@ -401,6 +403,7 @@ _bwd_source = register(
     "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
+    strided=("grad", "source", "grad_l0", "threshold"),
     gpu=lambda: _launchers().bwd_source,
     fake=lambda grad, source, *_: source.new_empty(source.shape),
     once_differentiable="sae.encode",

@@ -188,6 +188,7 @@ _encode_dense = register(
     "sae_encode_dense(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
     "float bandwidth, Tensor? scale, bool ste_to_input) -> (Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode_dense,
+    strided=("x", "weight", "b_dec"),
     fake=_fake,
     setup_context=_context,
     backward=_backward,
@@ -196,5 +197,6 @@ _bwd_ = register(
     "sae_encode_dense_bwd_(Tensor(a!) grad, Tensor acts, Tensor grad_l0, Tensor? threshold, float bandwidth, "
     "bool ste_to_input) -> (Tensor, Tensor)",
     cpu=_cpu.encode_dense_bwd_,
+    strided=("grad_l0",),
     fake=_fake_bwd,
 )

@@ -20,6 +20,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, TopK, resolve
 from gossamer.rowsparse import ELL, Rows
+from gossamer.rowsparse.container import unchecked
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.pack import check_container, pack_ell_operator
 from gossamer.sae._torch.encode import order_keys_, pre_activations
@@ -273,7 +274,7 @@ def _keep_largest(rows: ELL, k: int, scale: Tensor | None, group: Any) -> tuple[
         indices = torch.where(filled, indices.gather(1, moved), -1)
         l0 = counts.to(torch.promote_types(rows.dtype, torch.float32)).view(rows.shape[:-1])
     values = torch.where(filled, rows.packed.values.gather(1, moved), 0)
-    return ELL(values, indices, counts, rows.shape), l0
+    return unchecked(ELL, values, indices, counts, rows.shape), l0
 
 
 def _batch_topk(
@@ -295,7 +296,7 @@ def _batch_topk(
         found = _SelectAmongRanks.apply(flat, W_enc, b_enc, b_dec, activation.k, slots, may_overflow, scale, group)
     values, indices, nnz, source, l0 = found
     shape = (*x.shape[:-1], n)
-    return ELL(values, indices, nnz, shape, source if may_overflow else None), l0.view(x.shape[:-1])
+    return unchecked(ELL, values, indices, nnz, shape, source if may_overflow else None), l0.view(x.shape[:-1])
 
 
 class _SelectAmongRanks(torch.autograd.Function):

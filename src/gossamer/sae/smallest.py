@@ -42,5 +42,6 @@ def smallest(rows: Rows, scale: Tensor | None = None) -> Tensor:
 _smallest = register(
     "sae_smallest(Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor? scale) -> Tensor",
     cpu=_cpu,
+    strided=("source",),
     fake=lambda values, indices, nnz, *_: nnz.new_empty(nnz.shape, dtype=threshold_dtype(values.dtype)),
 )

@@ -63,6 +63,7 @@ def _bwd_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 _squared_error = register(
     "sae_squared_error(Tensor x, Tensor y) -> Tensor",
     cpu=_cpu.squared_error,
+    strided=("x", "y"),
     fake=lambda x, y: x.new_empty(x.shape[0], dtype=_wide(x, y)),
     setup_context=save_inputs,
     backward=_backward,
@@ -70,6 +71,7 @@ _squared_error = register(
 _bwd = register(
     "sae_squared_error_bwd(Tensor grad, Tensor x, Tensor y) -> Tensor",
     cpu=_cpu.bwd,
+    strided=("grad", "x", "y"),
     fake=lambda grad, x, y: y.new_empty(y.shape),
     setup_context=save_inputs,
     backward=_bwd_backward,

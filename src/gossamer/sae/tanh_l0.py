@@ -55,7 +55,8 @@ def _of_csr(rows: CSR, scale: Tensor) -> Tensor:
     """The entries as they are, those of the source too, and their sums as a product with ones."""
     values, indices, row_offsets, source = rows.packed
     held = torch.arange(len(values), device=values.device) < row_offsets[-1]
-    steep = scale[torch.where(held & (indices >= 0), indices, 0)] if scale.numel() else values.to(scale.dtype)
+    inside = held & (indices >= 0) & (indices < rows.num_columns)
+    steep = scale[torch.where(inside, indices, 0)] if scale.numel() else values.to(scale.dtype)
     entries = torch.where(held, torch.tanh(values * steep), 0)
     ones = scale.new_ones(rows.num_columns, 1)
     dense = None if source is None else torch.tanh(source * scale)
@@ -82,12 +83,13 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def _fake_bwd(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     _, values, _, nnz, source, scale = operands
     dense = values.new_empty(0 if source is None else nnz.shape[0], scale.shape[0])
-    return torch.empty_like(values), dense, torch.empty_like(values), torch.empty_like(dense)
+    return torch.empty_like(values), dense, *(torch.empty_like(t, dtype=scale.dtype) for t in (values, dense))
 
 
 _tanh_l0 = register(
     "sae_tanh_l0(Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> Tensor",
     cpu=_cpu.tanh_l0,
+    strided=("source",),
     fake=lambda values, indices, nnz, source, scale: scale.new_empty(nnz.shape[0]),
     setup_context=save_inputs,
     backward=_backward,
@@ -96,6 +98,7 @@ _tanh_l0_bwd = register(
     "sae_tanh_l0_bwd(Tensor grad, Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.tanh_l0_bwd,
+    strided=("grad", "source"),
     fake=_fake_bwd,
     once_differentiable="sae.tanh_l0",
 )

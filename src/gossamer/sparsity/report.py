@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import Block, run
-from gossamer.sparsity._timing import seconds
+from gossamer.sparsity._timing import pairs
 from gossamer.sparsity.statistics import Batch, LayerStatistics, Recorder, observe, run_batches, sparse_blocks
 
 COMMON = 2**-14
@@ -33,18 +34,39 @@ class Measured:
     """Seconds of one block on its input in the last batch.
 
     Args:
-        path: the way that it goes, as in `ffn.gated`.
-        sparse: seconds that way.
-        dense: seconds in plain PyTorch.
+        path: the path that it takes, as in `ffn.gated`.
+        pairs: seconds (on that path, in plain PyTorch), one measured right after the other, several times.
     """
 
     path: str
-    sparse: float
-    dense: float
+    pairs: tuple[tuple[float, float], ...]
+
+    @property
+    def sparse(self) -> float:
+        """Seconds on that path, the median."""
+        return median(sparse for sparse, _ in self.pairs)
+
+    @property
+    def dense(self) -> float:
+        """Seconds in plain PyTorch, the median."""
+        return median(dense for _, dense in self.pairs)
 
     @property
     def speed_up(self) -> float:
-        return self.dense / self.sparse
+        """How many times as long plain PyTorch takes: the median over pairs."""
+        return ratios(self.pairs)[1]
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The 10th and the 90th percentile of that over pairs."""
+        return ratios(self.pairs)[::2]
+
+
+def ratios(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
+    """The 10th percentile, the median and the 90th percentile of dense over sparse seconds."""
+    found = sorted(dense / sparse for sparse, dense in pairs)
+    last = len(found) - 1
+    return found[round(0.1 * last)], median(found), found[round(0.9 * last)]
 
 
 @dataclass(frozen=True)
@@ -79,7 +101,8 @@ class Report:
             }
             if name in self.measured:
                 times = self.measured[name]
-                row |= {"way": times.path, "dense": times.dense, "sparse": times.sparse, "speed-up": times.speed_up}
+                row |= {"path": times.path, "dense": times.dense, "sparse": times.sparse, "speed-up": times.speed_up}
+                row |= dict(zip(("p10", "p90"), times.spread))
             rows.append(row)
         return rows
 
@@ -133,28 +156,47 @@ class Report:
 
     @property
     def speed_up(self) -> float:
-        """Plain PyTorch's time of all blocks that were measured over ours; NaN where none was."""
-        sparse = sum(times.sparse for times in self.measured.values())
-        return sum(times.dense for times in self.measured.values()) / sparse if sparse else math.nan
+        """Plain PyTorch's time of all blocks that were measured over ours, the median; NaN where none was."""
+        return self._ratios[1]
+
+    @property
+    def spread(self) -> tuple[float, float]:
+        """The 10th and the 90th percentile of that over measurements; NaN where none was."""
+        return self._ratios[::2]
+
+    @property
+    def _ratios(self) -> tuple[float, float, float]:
+        rounds = zip(*(times.pairs for times in self.measured.values()))
+        sums = [(sum(sparse for sparse, _ in taken), sum(dense for _, dense in taken)) for taken in rounds]
+        return ratios(sums) if sums else (math.nan, math.nan, math.nan)
 
     @property
     def verdict(self) -> str:
-        """Whether the model's blocks gain, by how much, by which way: a sentence or two."""
+        """Whether the model's blocks gain, by how much and by which path, in a sentence or two.
+
+        No verdict is given where the spread of the measurements has 1 in it, as on a machine that does other things.
+        """
         share = sum(s.mean for s in self.layers.values()) / sum(s.num_neurons for s in self.layers.values())
         active = f"{share:.1%} of the neurons are active for a token, on average."
         if not self.measured:
             return f"Not measured: {active} Call report(..., measure=True) to time the blocks."
-        ways = Counter(times.path for times in self.measured.values())
-        shown = ", ".join(f"{name} in {count}" for name, count in ways.most_common())
-        gain = sum(times.speed_up > 1 + NOISE for times in self.measured.values())
-        times = f"plain PyTorch takes {self.speed_up:.2f} times as long as gossamer for its blocks, on the last batch"
-        if self.speed_up > 1 + NOISE:
+        paths = Counter(times.path for times in self.measured.values())
+        shown = ", ".join(f"{name} in {count}" for name, count in paths.most_common())
+        gain = sum(times.speed_up > 1 + NOISE and times.spread[0] > 1 for times in self.measured.values())
+        low, middle, high = self._ratios
+        times = (
+            f"plain PyTorch takes {middle:.2f} times as long as gossamer for its blocks, on the last batch "
+            f"({low:.2f} to {high:.2f} in eight of ten measurements)"
+        )
+        if low > 1 and middle > 1 + NOISE:
             said = f"This model gains: {times}."
-        elif self.speed_up < 1 - NOISE:
+        elif high < 1 and middle < 1 - NOISE:
             said = f"This model does not gain: {times}. Leave its blocks dense."
+        elif low < 1 - NOISE or high > 1 + NOISE:
+            said = f"No verdict: {times}. Measure again on a machine that does nothing else, or with larger batches."
         else:
             said = f"This model gains nothing and loses nothing: {times}."
-        return f"{said} {gain} of {len(self.measured)} layers gain. Ways: {shown}. {active}"
+        return f"{said} {gain} of {len(self.measured)} layers gain. Paths: {shown}. {active}"
 
     def save(self, folder: Path | str) -> list[Path]:
         """Writes `report.txt`, `report.json` and, as PNG, the plots of layers, entries, positions and tokens; returns
@@ -218,7 +260,7 @@ def report(
     """How sparse a model's blocks are by layer, position and token, which neurons are dead, and what each block gains.
 
     Counting waits for nothing. Then, with `measure`, the last batch is read again until each block knows how sparse it
-    is, and once more, and each block timed on its input, in the way that it goes by then and in plain PyTorch; that
+    is, and once more, and each block timed on its input, on the path that it takes by then and in plain PyTorch; that
     waits for the device.
 
     Args:
@@ -259,7 +301,7 @@ def report(
 
 
 def time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch) -> dict[str, Measured]:
-    """Times blocks on what they meet when the model reads a batch, in the way that they take once they know it."""
+    """Times blocks on what they meet when the model reads a batch, on the path that they take once they know it."""
     run_batches(model, [batch] * max(block.density.rows.lag for block in blocks.values()))
     measured: dict[str, Measured] = {}
 
@@ -267,9 +309,8 @@ def time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch) 
         path = blocks[name].last_path
         if path is not None and name not in measured and block.x.numel():
             operator = "sparsity.report"
-            ways = (path, "dense")
-            calls = [lambda way=way: run(operator, block, way, None) for way in ways]
-            measured[name] = Measured(path, *seconds(calls, block.x.device))
+            sparse, dense = (lambda method=method: run(operator, block, method, None) for method in (path, "dense"))
+            measured[name] = Measured(path, pairs(sparse, dense, block.x.device))
 
     observe("sparsity.report", blocks, measure)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sized
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -129,8 +130,9 @@ class LayerStatistics:
 class Recorder:
     """Counts what a model's sparse blocks let through while it is entered, without waiting for the device.
 
-    The gate of a block is computed once more for it. Positions and tokens are known in what `statistics` and `report`
-    run, and otherwise positions alone, of blocks that are called with `[B, T, K]`.
+    The gate of a block is computed once more for it, in training as well as without gradients. Positions and tokens are
+    known in what `statistics` and `report` run, and otherwise positions alone, of blocks that are called with
+    `[B, T, K]`.
 
     Args:
         model: `nn` modules or a model of transformers after `integrations.transformers.patch(model, sparse=True)`.
@@ -140,6 +142,8 @@ class Recorder:
 
     Raises:
         ValueError: no sparse block in model, or another recorder listens to one.
+
+    Warns when it is left and no block was called, or none as a sparse one, as those with a hook are not.
 
     >>> mlp = gossamer.nn.GatedMLP(8, 24, activation="relu")
     >>> with torch.no_grad(), Recorder(mlp) as recorder:
@@ -159,9 +163,15 @@ class Recorder:
         observe("sparsity.Recorder", self._blocks, self._count)
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, error: Any, *_: Any) -> None:
         for block in self._blocks.values():
             block.observer = None
+        if error is None and not self.layers:
+            warnings.warn(
+                f"sparsity.Recorder: nothing was recorded: no call reached one of {len(self._blocks)} sparse blocks. "
+                "Calls of a module with a hook, an adapter or another activation than a ReLU do not.",
+                stacklevel=2,
+            )
 
     def read(self, batch: Batch) -> None:
         """Takes the tokens of the batch that the model is called with next."""

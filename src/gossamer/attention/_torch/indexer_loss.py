@@ -1,9 +1,17 @@
-"""How far an indexer's scores are from attention, on the CPU, 128 queries at a time."""
+"""How far an indexer's scores are from attention, and gradients of an indexer: of that distance, or straight through.
+
+On the CPU, 128 queries at a time.
+"""
+
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import Tensor
 
-from gossamer.attention._torch.sparse_attention import probabilities, selected_blocks
+from gossamer.attention._torch.sparse_attention import logits_gradient, probabilities, row_statistics, selected_blocks
+
+Block = tuple[int, slice, Tensor, Tensor, Callable[[Tensor], Tensor]]
+"""(batch, queries, keys, which query takes which key, the scores' gradient by the scores [queries, keys])."""
 
 
 def indexer_loss(
@@ -21,33 +29,88 @@ def indexer_loss(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_loss` -> (loss, and its gradients of q_idx, k_idx, w and bias)."""
-    working = torch.promote_types(q.dtype, torch.float32)
-    qi, ki, bi = (x.to(working) for x in (q_idx, k_idx, bias))
-    weights = w.to(working).sigmoid().transpose(1, 2)
-    dqi, dki, dw, db = (torch.zeros_like(x) for x in (qi, ki, weights, bi))
-    loss, found = torch.zeros((), dtype=working), 0
-    for b, queries, those, theirs, keys, keep in selected_blocks(q, k, words, lengths, causal):
-        if lengths is not None:
-            keep = keep[: max(0, int(lengths[b]) - queries.start)]
-            queries = slice(queries.start, queries.start + keep.shape[0])
-        if keep.numel() == 0:
-            continue
-        some = keep.any(-1, keepdim=True)
-        found += int(some.sum())
-        p = probabilities(q, k, b, queries, those, theirs, keys, keep, scale, lse)
-        wanted = p.flatten(0, 1).mean(0)
-        z = qi[b, :, queries] @ ki[b, keys].t() * scale_idx + bi[:, None, None]
-        u, weight = z.sigmoid(), weights[b, :, queries, None]
-        scores = (u * weight).sum(0).masked_fill(~keep, -torch.inf)
-        logarithm = torch.where(keep & some, scores - scores.logsumexp(-1, keepdim=True), 0)
-        loss += torch.where(wanted == 0, 0, wanted * (wanted.log() - logarithm)).sum()
-        g = torch.where(keep, logarithm.exp() - wanted, 0)
-        of_argument = g * weight * u * (1 - u)
-        dw[b, :, queries] = (g * u).sum(-1) * (weight * (1 - weight))[..., 0]
-        db += of_argument.sum((1, 2))
-        dqi[b, :, queries] = of_argument @ ki[b, keys] * scale_idx
-        dki[b].index_add_(0, keys, (of_argument.transpose(1, 2) @ qi[b, :, queries]).sum(0) * scale_idx)
+    loss, found = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32)), 0
+
+    def blocks() -> Iterable[Block]:
+        nonlocal loss, found
+        for b, queries, those, theirs, keys, keep in selected_blocks(q, k, words, lengths, causal):
+            if lengths is not None:
+                keep = keep[: max(0, int(lengths[b]) - queries.start)]
+                queries = slice(queries.start, queries.start + keep.shape[0])
+            if keep.numel() == 0:
+                continue
+            some = keep.any(-1, keepdim=True)
+            found += int(some.sum())
+            wanted = probabilities(q, k, b, queries, those, theirs, keys, keep, scale, lse).flatten(0, 1).mean(0)
+
+            def slope(scores: Tensor, wanted: Tensor = wanted, keep: Tensor = keep, some: Tensor = some) -> Tensor:
+                nonlocal loss
+                scores = scores.masked_fill(~keep, -torch.inf)
+                logarithm = torch.where(keep & some, scores - scores.logsumexp(-1, keepdim=True), 0)
+                loss += torch.where(wanted == 0, 0, wanted * (wanted.log() - logarithm)).sum()
+                return torch.where(keep, logarithm.exp() - wanted, 0)
+
+            yield b, queries, keys, keep, slope
+
+    indexer = (q_idx, k_idx, w, bias)
+    grads = _gradients(indexer, scale_idx, blocks())
     each = 1 / max(found, 1)
-    made = ((dqi, q_idx), (dki, k_idx), (dw.transpose(1, 2), w), (db, bias))
-    dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in made)
+    dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, indexer))
     return loss * each, dqi, dki, dw, db
+
+
+def straight_through(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_idx: Tensor,
+    k_idx: Tensor,
+    w: Tensor,
+    bias: Tensor,
+    words: Tensor,
+    lengths: Tensor | None,
+    scale: float,
+    scale_idx: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `straight_through` -> gradients of q_idx, k_idx, w and bias."""
+    delta = row_statistics(grad, out, lse, grad_lse)
+
+    def blocks() -> Iterable[Block]:
+        for block in selected_blocks(q, k, words, lengths, causal):
+            b, queries, _, _, keys, keep = block
+            g = logits_gradient(grad, q, k, v, block, scale, lse, delta)[1].sum((0, 1))
+
+            def slope(scores: Tensor, g: Tensor = g) -> Tensor:
+                return g
+
+            yield b, queries, keys, keep, slope
+
+    indexer = (q_idx, k_idx, w, bias)
+    grads = _gradients(indexer, scale_idx, blocks())
+    dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, indexer))
+    return dqi, dki, dw, db
+
+
+def _gradients(indexer: tuple[Tensor, ...], scale: float, blocks: Iterable[Block]) -> tuple[Tensor, ...]:
+    """Gradients of q_idx, k_idx, w and bias, in the dtype that is computed in."""
+    working = torch.promote_types(indexer[0].dtype, torch.float32)
+    qi, ki, w, bias = (x.to(working) for x in indexer)
+    weights = w.sigmoid()
+    dqi, dki, dw, db = (torch.zeros(x.shape, dtype=working) for x in (qi, ki, w, bias))
+    for b, queries, keys, keep, slope in blocks:
+        # A query that takes no key may hold NaN.
+        idle = ~keep.any(1)
+        rows, weight = qi[b, :, queries].masked_fill(idle[:, None], 0), weights[b, queries].t().masked_fill(idle, 0)
+        u = (rows @ ki[b, keys].t() * scale + bias[:, None, None]).sigmoid()
+        g = slope((u * weight[..., None]).sum(0))
+        of_argument = g * weight[..., None] * u * (1 - u)
+        dw[b, queries] += ((g * u).sum(-1) * (weight * (1 - weight))).t()
+        db += of_argument.sum((1, 2))
+        dqi[b, :, queries] += of_argument @ ki[b, keys] * scale
+        dki[b].index_add_(0, keys, (of_argument.transpose(1, 2) @ rows).sum(0) * scale)
+    return dqi, dki, dw, db

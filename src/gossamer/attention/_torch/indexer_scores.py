@@ -72,18 +72,19 @@ def indexer_scores_backward(
     dq, dk, dw = (torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (q, k, w))
     dbias = torch.zeros(heads, dtype=dtype, device=q.device)
     for i in range(b):
-        keys, gates = k[i].to(dtype), w[i].to(dtype).sigmoid()
-        given = grad[i].to(dtype).masked_fill(hidden[i], 0)
+        # A key that no query sees may hold NaN.
+        end = int(visible[i].max()) if tq else 0
+        keys, gates, unseen = k[i, :end].to(dtype), w[i].to(dtype).sigmoid(), hidden[i, :, :end]
+        given = grad[i, :, :end].to(dtype).masked_fill(unseen, 0)
         for h in range(heads):
             queries = q[i, h].to(dtype)
             x = queries @ keys.t() * scale
             active = (x if bias is None else x.add_(bias[h].to(dtype))).sigmoid_()
-            # What nobody sees may hold anything, and takes no part.
-            through = (given * active).masked_fill_(hidden[i], 0)
+            through = (given * active).masked_fill_(unseen, 0)
             gate = gates[:, h]
             dw[i, :, h] = through.sum(1) * gate * (1 - gate)
-            dx = through.mul_(1 - active).mul_(gate[:, None]).masked_fill_(hidden[i], 0)
+            dx = through.mul_(1 - active).mul_(gate[:, None]).masked_fill_(unseen, 0)
             dbias[h] += dx.sum()
             dq[i, h] = dx @ keys * scale
-            dk[i] += dx.t() @ queries * scale
+            dk[i, :end] += dx.t() @ queries * scale
     return dq.to(q.dtype), dk.to(k.dtype), dw.to(w.dtype), dbias

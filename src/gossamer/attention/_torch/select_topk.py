@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gossamer.attention._torch.indexer_scores import score_rows, visible_keys, working
-from gossamer.attention._torch.selection import union_of_words, words_of_mask
+from gossamer.attention._torch.selection import words_of_mask
 from gossamer.attention.levels import LEVELS
 
 
@@ -103,10 +103,9 @@ def select_topk(
     window: int,
     sinks: int,
     workspace: int,
-    capacity: int,
     granularity: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `select_topk` -> words, counts and lists of a `Selection` of one scope."""
+) -> Tensor:
+    """Operator `select_topk` -> words of a `Selection` of one scope."""
     (b, _, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
     visible = visible_keys(tq, tk, causal, lengths, b, q.device)
     mask = torch.zeros(b, 1, tq, tk, dtype=torch.bool, device=q.device)
@@ -128,5 +127,4 @@ def select_topk(
             taken = take(keys, columns, wanted, recent, -(-sinks // granularity))
             taken = taken.repeat_interleave(granularity, 1)[:, :tk]
             mask[i, 0, part] = taken & (torch.arange(tk, device=q.device) < seen[:, None])
-    words = words_of_mask(mask)
-    return (words, *union_of_words(words, capacity))
+    return words_of_mask(mask)

@@ -1,4 +1,4 @@
-"""Words of selected keys, and the lists that index them, on the CPU."""
+"""Words of selected keys, on the CPU."""
 
 import torch
 from torch import Tensor
@@ -27,15 +27,3 @@ def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
     b, s, blocks, tk = words.shape
     bits = (words[:, :, :, None, :] & _bits(words.device)[:, None]) != 0
     return bits.reshape(b, s, blocks * _QUERIES, tk)[:, :, :num_queries].clone()
-
-
-def union_of_words(words: Tensor, capacity: int) -> tuple[Tensor, Tensor]:
-    """Operator `union_of_words` -> (counts, indices): the columns of words that differ from 0, if they fit."""
-    taken = words != 0
-    place = taken.cumsum(-1) - 1
-    counts = taken.sum(-1)
-    out = torch.full((*words.shape[:3], capacity + 1), -1, dtype=torch.int32)
-    keys = torch.arange(words.shape[3], dtype=torch.int32).expand_as(words)
-    # One slot more than the capacity takes what is not listed.
-    out.scatter_(3, torch.where(taken & (place < capacity), place, capacity), keys)
-    return counts.int(), out[..., :capacity].clone()

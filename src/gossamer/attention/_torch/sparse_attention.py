@@ -1,6 +1,7 @@
 """Attention over selected keys, on the CPU: 128 queries at a time, over the keys that any of them takes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,12 +31,17 @@ def selected_blocks(
                 keep = ((rows[:, None, keys] >> bits) & 1).flatten(0, 1)[: len(at)].bool()
                 if causal:
                     keep &= keys <= (queries.start + at + offset)[:, None]
+                    # A key that no query takes may hold NaN.
+                    some = keep.any(0)
+                    keys, keep = keys[some], keep[:, some]
                 yield b, queries, those, theirs, keys, keep
 
 
-def _folded(x: Tensor, b: int, heads: slice, queries: slice, groups: int, working: torch.dtype) -> Tensor:
-    """[heads, queries, D] of a batch, as [groups, heads of a group * queries, D]."""
-    part = x[b, heads, queries].to(working)
+def _folded(x: Tensor, b: int, heads: slice, queries: slice, groups: int, keep: Tensor) -> Tensor:
+    """[heads, queries, D] of a batch, as [groups, heads of a group * queries, D]; a query that takes no key, which may
+    hold NaN, is 0."""
+    part = x[b, heads, queries].to(torch.promote_types(x.dtype, torch.float32))
+    part = part.masked_fill(~keep.any(1, keepdim=True), 0)
     return part.reshape(groups, part[..., 0].numel() // groups, part.shape[-1])
 
 
@@ -44,12 +50,11 @@ def sparse_attention(
     k: Tensor,
     v: Tensor,
     words: Tensor,
-    counts: Tensor,
-    indices: Tensor,
     lengths: Tensor | None,
     scale: float,
     causal: bool,
     path: str,
+    *indexer: Any,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sparse_attention` -> (out [B, H, Tq, D], lse [B, H, Tq]); it reads the words alone, and has one way."""
     batch, heads, tq, d = q.shape
@@ -76,8 +81,8 @@ def scores(
 ) -> Tensor:
     """Scores of a block, [groups, heads of a group, queries, keys], -inf where a query does not take a key."""
     groups = theirs.stop - theirs.start
-    working = torch.promote_types(q.dtype, torch.float32)
-    s = _folded(q, b, those, queries, groups, working) @ k[b, theirs][:, keys].to(working).transpose(1, 2)
+    folded = _folded(q, b, those, queries, groups, keep)
+    s = folded @ k[b, theirs][:, keys].to(folded.dtype).transpose(1, 2)
     return s.view(groups, (those.stop - those.start) // groups, *keep.shape).mul_(scale).masked_fill_(~keep, -torch.inf)
 
 
@@ -99,6 +104,32 @@ def probabilities(
     return s.sub_(total.masked_fill(total == -torch.inf, 0)).exp_()
 
 
+def logits_gradient(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    block: tuple[int, slice, slice, slice, Tensor, Tensor],
+    scale: float,
+    lse: Tensor,
+    delta: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of a block: (probabilities, gradients of the logits, both like `scores`; grad, folded)."""
+    b, queries, those, theirs, keys, keep = block
+    p = probabilities(q, k, *block, scale, lse)
+    do = _folded(grad, b, those, queries, theirs.stop - theirs.start, keep)
+    dp = (do @ v[b, theirs][:, keys].to(do.dtype).transpose(1, 2)).view_as(p)
+    return p, p * (dp - delta[b, those, queries].view(*p.shape[:3], 1)), do
+
+
+def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """What a softmax's gradient subtracts, [B, H, Tq]; 0 for a query that takes no key."""
+    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
+    if grad_lse is not None:
+        delta -= grad_lse
+    return delta.masked_fill_(lse == -torch.inf, 0)
+
+
 def sparse_attention_bwd(
     grad: Tensor,
     grad_lse: Tensor | None,
@@ -108,8 +139,6 @@ def sparse_attention_bwd(
     out: Tensor,
     lse: Tensor,
     words: Tensor,
-    counts: Tensor,
-    indices: Tensor,
     lengths: Tensor | None,
     scale: float,
     causal: bool,
@@ -119,16 +148,12 @@ def sparse_attention_bwd(
     working = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_zeros(q.shape)
     dk, dv = (torch.zeros(x.shape, dtype=working) for x in (k, v))
-    delta = (grad.to(working) * out.to(working)).sum(-1)
-    if grad_lse is not None:
-        delta -= grad_lse
-    for b, queries, those, theirs, keys, keep in selected_blocks(q, k, words, lengths, causal):
-        groups = theirs.stop - theirs.start
-        p = probabilities(q, k, b, queries, those, theirs, keys, keep, scale, lse)
-        do, qb = (_folded(x, b, those, queries, groups, working) for x in (grad, q))
-        dp = (do @ v[b, theirs][:, keys].to(working).transpose(1, 2)).view_as(p)
-        ds = p * (dp - delta[b, those, queries].view(*p.shape[:3], 1)) * scale
-        p, ds = p.flatten(1, 2), ds.flatten(1, 2)
+    delta = row_statistics(grad, out, lse, grad_lse)
+    for block in selected_blocks(q, k, words, lengths, causal):
+        b, queries, those, theirs, keys, keep = block
+        p, ds, do = logits_gradient(grad, q, k, v, block, scale, lse, delta)
+        qb = _folded(q, b, those, queries, theirs.stop - theirs.start, keep)
+        p, ds = p.flatten(1, 2), ds.flatten(1, 2) * scale
         dq[b, those, queries] = (ds @ k[b, theirs][:, keys].to(working)).view(*dq[b, those, queries].shape).to(q.dtype)
         dv[b, theirs].index_add_(1, keys, p.transpose(1, 2) @ do)
         dk[b, theirs].index_add_(1, keys, ds.transpose(1, 2) @ qb)

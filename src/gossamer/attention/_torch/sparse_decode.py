@@ -14,8 +14,6 @@ def sparse_decode(
     v: Tensor,
     table: Tensor | None,
     words: Tensor,
-    counts: Tensor,
-    indices: Tensor,
     lengths: Tensor | None,
     scale: float,
     causal: bool,
@@ -38,9 +36,15 @@ def sparse_decode(
             some = [x[i : i + 1, :, keys] for x in (k, v)]
         else:
             page = table[i, keys // k.shape[1]].long()
+            first, last = (int(page.min()), int(page.max())) if len(page) else (0, -1)
+            if first < 0 or last >= k.shape[0]:
+                raise ValueError(
+                    f"attention.sparse_decode: page_table must name pages in [0, P) with P = {k.shape[0]} for keys "
+                    f"that a query takes, got {first} to {last}."
+                )
             some = [x[page, keys % k.shape[1]].transpose(0, 1)[None] for x in (k, v)]
         row = row[..., keys]
-        one = sparse_attention(q[i : i + 1], some[0], some[1], row, counts, indices, None, scale, False, "decode")
+        one = sparse_attention(q[i : i + 1], some[0], some[1], row, None, scale, False, "decode")
         out[i], lse[i] = one[0][0], one[1][0]
     return out, lse
 

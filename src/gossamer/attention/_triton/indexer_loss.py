@@ -1,13 +1,14 @@
-"""How far an indexer's scores are from attention, and the gradient that brings them closer.
+"""How far an indexer's scores are from attention, and gradients of an indexer: of that distance, or straight through.
 
-A tile is some queries by BLOCK_N of the keys that their group lists (see `key_lists`). In it the teacher is computed
-head after head, as in attention, and the probabilities of all heads are added; the student's heads lie below each other
-in one product, so that 64 queries of 4 heads are 256 rows. Nothing of the size queries times keys is in memory.
+A tile is some queries by BLOCK_N of the keys that their group lists (see `key_lists`). In it attention is computed head
+after head, and its probabilities, or with values the gradients of its logits, are added over the heads; the indexer's
+heads lie below each other in one product, so that 64 queries of 4 heads are 256 rows. Nothing of the size queries times
+keys is in memory.
 
-Three kernels walk the same lists: the first sums the student's exponentials (scores are sums of sigmoids: no largest
-one has to be subtracted); the second, a program a block of queries, has the loss and what belongs to queries; the
-third, an item a tile of keys and a group of blocks, what belongs to keys, added up in the order of groups as in
-`sparse_attention_bwd`.
+Kernels walk the same lists: the first, for the distance alone, sums the exponentials of the indexer's scores (scores
+are sums of sigmoids: no largest one has to be subtracted); the second, a program a block of queries, has the loss and
+the gradients that belong to queries; the third, an item a tile of keys and a group of blocks, those that belong to
+keys, added up in the order of groups as in `sparse_attention_bwd`.
 """
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.attention._triton.key_lists import QUERIES, key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
-from gossamer.attention._triton.sparse_attention_bwd import await_entry
+from gossamer.attention._triton.sparse_attention_bwd import await_entry, row_statistics
 
 BLOCK_N: tl.constexpr = tl.constexpr(32)
 PARTS: tl.constexpr = tl.constexpr(8)
@@ -37,21 +38,35 @@ def taken(list_ptr, slot, count, capacity, row, rows_held):
 
 
 @triton.jit
-def teacher(q_ptr, k_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP: tl.constexpr, D: tl.constexpr):
-    """The mean over heads of attention's probabilities, float32 [queries, BLOCK_N]."""
+def over_heads(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP: tl.constexpr, D: tl.constexpr
+):  # fmt: skip
+    """float32 [queries, BLOCK_N]: the mean over heads of attention's probabilities, by the lse of each query, or with
+    values the sum over heads of the logits' gradients, by `row_statistics`."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     column = tl.arange(0, BLOCK_D)
     wide = (column < D)[None, :]
     total = tl.zeros(keep.shape, tl.float32)
     for head in range(0, H):
         row = (batch * H + head) * T + query
-        q = tl.load(q_ptr + row[:, None] * D + column[None, :], mask=(query < T)[:, None] & wide, other=0.0)
-        at = (batch * (H // GROUP) + head // GROUP) * T + key
-        k = tl.load(k_ptr + at[:, None] * D + column[None, :], mask=wide, other=0.0)
-        lse = tl.load(lse_ptr + row, mask=query < T, other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee") * scale - lse[:, None]
-        total += tl.where(keep, tl.exp2(s * 1.4426950408889634), 0.0)
-    return total / H
+        here = row[:, None] * D + column[None, :]
+        inside = (query < T)[:, None] & wide
+        at = ((batch * (H // GROUP) + head // GROUP) * T + key)[:, None] * D + column[None, :]
+        q = tl.load(q_ptr + here, mask=inside, other=0.0)
+        k = tl.load(k_ptr + at, mask=wide, other=0.0)
+        s = tl.dot(q, k.T, input_precision="ieee")
+        if v_ptr is None:
+            lse = tl.load(lse_ptr + row, mask=query < T, other=0.0)
+            p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
+        else:
+            lse = tl.load(lse_ptr + 2 * row, mask=query < T, other=0.0)
+            delta = tl.load(lse_ptr + 2 * row + 1, mask=query < T, other=0.0)
+            grad = tl.load(grad_ptr + here, mask=inside, other=0.0)
+            v = tl.load(v_ptr + at, mask=wide, other=0.0)
+            p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None])
+            p *= tl.dot(grad, v.T, input_precision="ieee") - delta[:, None]
+        total += tl.where(keep, p, 0.0)
+    return total if v_ptr is not None else total / H
 
 
 @triton.jit
@@ -62,17 +77,30 @@ def student(qi, ki, w, bias, scale, NI: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def heads_of(qi_ptr, w_ptr, bias_ptr, batch, first, T, heads, NI: tl.constexpr, M: tl.constexpr, DI: tl.constexpr):
-    """(rows of q [NI * M, Di], weights, biases [NI * M]) of M queries, head after head; heads that are none weigh 0."""
+def heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS: tl.constexpr, DI: tl.constexpr):
+    """(rows of q [NI * M, Di], weights, biases [NI * M]) of M queries, head after head; a head that there is not, and a
+    query that is not active, which may hold NaN, weigh 0."""
+    NI: tl.constexpr = triton.next_power_of_2(HEADS)
     BLOCK: tl.constexpr = triton.next_power_of_2(max(16, DI))
-    row = tl.arange(0, NI * M)
-    head, query = row // M, first + row % M
-    held = (head < heads) & (query < T)
+    M: tl.constexpr = query.shape[0]
+    head = tl.reshape(tl.broadcast_to(tl.arange(0, NI)[:, None], (NI, M)), (NI * M,))
+    query = tl.reshape(tl.broadcast_to(query[None, :], (NI, M)), (NI * M,))
+    held = (head < HEADS) & tl.reshape(tl.broadcast_to(active[None, :], (NI, M)), (NI * M,))
     column = tl.arange(0, BLOCK)
-    at = (batch * heads + head) * T + query
+    at = (batch * HEADS + head) * T + query
     qi = tl.load(qi_ptr + at[:, None] * DI + column[None, :], mask=held[:, None] & (column < DI)[None, :], other=0.0)
-    w = tl.load(w_ptr + (batch * T + query) * heads + head, mask=held, other=0.0)
-    return qi, w, tl.load(bias_ptr + head, mask=head < heads, other=0.0)
+    w = tl.load(w_ptr + (batch * T + query) * HEADS + head, mask=held, other=0.0)
+    return qi, w, tl.load(bias_ptr + head, mask=head < HEADS, other=0.0)
+
+
+@triton.jit
+def takes_keys(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H):
+    """Whether a query takes part: the lse of one that takes no key is -inf, and that of one behind the lengths inf."""
+    if v_ptr is None:
+        lse = tl.load(lse_idx_ptr + batch * T + query, mask=query < T, other=float("inf"))
+    else:
+        lse = tl.load(lse_ptr + 2 * (batch * H * T + query), mask=query < T, other=float("inf"))
+    return lse, (lse != float("inf")) & (lse != float("-inf"))
 
 
 @triton.jit
@@ -85,27 +113,31 @@ def keys_of(ki_ptr, batch, key, T, DI: tl.constexpr):
 
 @triton.jit
 def slopes(g, u, w, NI: tl.constexpr, M: tl.constexpr):
-    """(gradient of each head's sigmoid times its weight, of its argument), [NI * M, BLOCK_N], for g of the scores."""
+    """(gradient of each head's weight, of its sigmoid's argument), [NI * M, BLOCK_N], for g of the scores."""
     g = tl.reshape(tl.broadcast_to(g[None, :, :], (NI, M, g.shape[1])), (NI * M, g.shape[1]))
     return g * u, g * w[:, None] * u * (1 - u)
 
 
+@triton.jit
+def begin_list(lists_ptr, counts_ptr, batch, first, T, capacity, M: tl.constexpr):
+    """(the list of a program of M queries, its number of keys, the queries' places in their group, the queries)."""
+    listed = (tl.program_id(0) * M // 64).to(tl.int64) * tl.num_programs(1) + batch
+    place = tl.program_id(0) * M % 64 + tl.arange(0, M)
+    query = first * 64 + tl.program_id(0) * M + tl.arange(0, M)
+    return lists_ptr + listed * 3 * capacity, tl.load(counts_ptr + listed), place, query
+
+
 @launch.kernel(do_not_specialize=["first"])
 def _indexer_lse_kernel(
-    qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_ptr, lists_ptr, counts_ptr, first, T, heads, capacity, scale,
-    NI: tl.constexpr, DI: tl.constexpr,
+    qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_ptr, lists_ptr, counts_ptr, first, T, capacity, scale,
+    HEADS: tl.constexpr, DI: tl.constexpr,
 ):  # fmt: skip
-    """Program (M queries, batch): the logarithm of the sum of the student's exponentials."""
+    """Program (M queries, batch): the logarithm of the sum of the exponentials of the indexer's scores."""
+    NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * M // 64
-    place = tl.program_id(0) * M % 64 + tl.arange(0, M)
-    start_query = first * 64 + tl.program_id(0) * M
-    listed = group.to(tl.int64) * tl.num_programs(1) + batch
-    count = tl.load(counts_ptr + listed)
-    lists_ptr += listed * 3 * capacity
-    qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, start_query, T, heads, NI, M, DI)
-    query = start_query + tl.arange(0, M)
+    lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, T, capacity, M)
+    qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, query < T, T, HEADS, DI)
     total = tl.zeros([M], tl.float32)
     for start in range(0, count, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
@@ -117,26 +149,22 @@ def _indexer_lse_kernel(
 
 
 @launch.kernel(do_not_specialize=["first"])
-def _indexer_loss_rows_kernel(
-    q_ptr, k_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr, loss_ptr, dqi_ptr,
-    rows_ptr, first, T, H, heads, capacity, scale, scale_idx,
-    GROUP: tl.constexpr, D: tl.constexpr, NI: tl.constexpr, DI: tl.constexpr,
+def _indexer_rows_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr,
+    dqi_ptr, rows_ptr, first, T, H, capacity, scale, scale_idx,
+    D: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Program (M queries, batch): the loss of each, and the gradients of q, w and bias before those are summed.
+    """Program (M queries, batch): without values the loss of each; the gradients of q, w and bias before those are
+    summed.
 
-    rows is float32 [2, B, n, T]: the gradient of the weights after their sigmoid, and of the biases.
+    rows is float32: [B, n, T] gradients of the weights after their sigmoid, as many of the biases, losses [B, T].
     """
+    NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
-    group = tl.program_id(0) * M // 64
-    place = tl.program_id(0) * M % 64 + tl.arange(0, M)
-    start_query = first * 64 + tl.program_id(0) * M
-    listed = group.to(tl.int64) * tl.num_programs(1) + batch
-    count = tl.load(counts_ptr + listed)
-    lists_ptr += listed * 3 * capacity
-    qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, start_query, T, heads, NI, M, DI)
-    query = start_query + tl.arange(0, M)
-    lse_idx = tl.load(lse_idx_ptr + batch * T + query, mask=query < T, other=0.0)
+    lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, T, capacity, M)
+    lse_idx, active = takes_keys(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H)
+    qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS, DI)
     loss = tl.zeros([M], tl.float32)
     dqi = tl.zeros(qi.shape, tl.float32)
     dw = tl.zeros([NI * M], tl.float32)
@@ -144,36 +172,41 @@ def _indexer_loss_rows_kernel(
     for start in range(0, count, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
         key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
-        keep = taken(lists_ptr, slot, count, capacity, place, query < T)
-        wanted = teacher(q_ptr, k_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP, D)
+        keep = taken(lists_ptr, slot, count, capacity, place, active)
+        g = over_heads(q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP, D)
         ki = keys_of(ki_ptr, batch, key, T, DI)
         scores, u = student(qi, ki, w, bias, scale_idx, NI, M)
-        scores = scores - lse_idx[:, None]
-        loss += tl.sum(tl.where(wanted == 0, 0.0, wanted * (tl.log(wanted) - scores)), axis=1)
-        of_weight, of_argument = slopes(tl.where(keep, tl.exp(scores), 0.0) - wanted, u, w, NI, M)
+        if v_ptr is None:
+            scores = scores - lse_idx[:, None]
+            loss += tl.sum(tl.where(g == 0, 0.0, g * (tl.log(g) - scores)), axis=1)
+            g = tl.where(keep, tl.exp(scores), 0.0) - g
+        of_weight, of_argument = slopes(g, u, w, NI, M)
         dw += tl.sum(of_weight, axis=1)
         db += tl.sum(of_argument, axis=1)
         dqi = tl.dot(of_argument.to(ki.dtype), ki, dqi, input_precision="ieee")
-    tl.store(loss_ptr + batch * T + query, loss, mask=query < T)
+    size = tl.num_programs(1).to(tl.int64) * HEADS * T
+    tl.store(rows_ptr + 2 * size + batch * T + query, loss, mask=query < T)
     row = tl.arange(0, NI * M)
-    head, query = row // M, start_query + row % M
-    held = (head < heads) & (query < T)
-    at = (batch * heads + head) * T + query
+    head, query = row // M, first * 64 + tl.program_id(0) * M + row % M
+    held = (head < HEADS) & (query < T)
+    at = (batch * HEADS + head) * T + query
     tl.store(rows_ptr + at, dw, mask=held)
-    tl.store(rows_ptr + tl.num_programs(1).to(tl.int64) * heads * T + at, db, mask=held)
+    tl.store(rows_ptr + size + at, db, mask=held)
     column = tl.arange(0, dqi.shape[1])
     tl.store(dqi_ptr + at[:, None] * DI + column[None, :], dqi * scale_idx, mask=held[:, None] & (column < DI)[None, :])
 
 
-@launch.kernel(do_not_specialize=["entries", "batches"])
-def _indexer_loss_keys_kernel(
-    q_ptr, k_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr, dki_ptr, plan_ptr,
-    T, H, heads, capacity, entries, batches, scale, scale_idx,
-    GROUP: tl.constexpr, D: tl.constexpr, NI: tl.constexpr, DI: tl.constexpr,
+@launch.kernel(do_not_specialize=["entries"])
+def _indexer_keys_kernel(
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr,
+    dki_ptr, plan_ptr, T, H, capacity, entries, scale, scale_idx,
+    D: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs draw items (entry: group of queries and batch; tile of its keys) from a ticket, as in
     `_sparse_attention_bwd_kv_kernel`."""
+    NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
+    batches = entries // tl.cdiv(T, PARTS * 64)
     done_ptr = plan_ptr + 2 + entries
     total = tl.load(plan_ptr + 1 + entries)
     column = tl.arange(0, triton.next_power_of_2(max(16, DI)))
@@ -197,13 +230,13 @@ def _indexer_loss_keys_kernel(
         for start in range(0, last, M):
             place = start + tl.arange(0, M)
             query = group * (PARTS * 64) + place
-            keep = taken(list_ptr, slot, count, capacity, place, query < T)
-            wanted = teacher(q_ptr, k_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP, D)
-            first = group * (PARTS * 64) + start
-            qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, first, T, heads, NI, M, DI)
+            lse_idx, active = takes_keys(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H)
+            keep = taken(list_ptr, slot, count, capacity, place, active)
+            g = over_heads(q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP, D)
+            qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS, DI)
             scores, u = student(qi, ki, w, bias, scale_idx, NI, M)
-            lse_idx = tl.load(lse_idx_ptr + batch * T + query, mask=query < T, other=0.0)
-            g = tl.where(keep, tl.exp(scores - lse_idx[:, None]), 0.0) - wanted
+            if v_ptr is None:
+                g = tl.where(keep, tl.exp(scores - lse_idx[:, None]), 0.0) - g
             _, of_argument = slopes(g, u, w, NI, M)
             dki = tl.dot(tl.trans(of_argument).to(qi.dtype), qi, dki, input_precision="ieee")
         await_entry(plan_ptr, done_ptr + entry - batches, entry - batches)
@@ -230,91 +263,127 @@ def indexer_loss(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_loss` -> (loss, and its gradients of q_idx, k_idx, w and bias)."""
-    b, h, t, d = q.shape
-    heads, di = q_idx.shape[1], q_idx.shape[3]
+    b, _, t, _ = q.shape
     if q.numel() == 0:
         dqi, dki, dw, db = (torch.zeros_like(x) for x in (q_idx, k_idx, w, bias))
         return torch.zeros((), dtype=torch.float32, device=q.device), dqi, dki, dw, db
-    q, k, q_idx, k_idx, words, lse = (x.contiguous() for x in (q, k, q_idx, k_idx, words, lse))
-    sigmoids = w.float().sigmoid()
-    biases = bias.float().contiguous()
-    sizes = {"NI": launch.next_power_of_2(heads), "DI": di}
-    both = {"GROUP": h // k.shape[1], "D": d, **sizes}
-    lse_idx, loss = (torch.empty(b, t, dtype=torch.float32, device=q.device) for _ in range(2))
-    dqi = torch.empty(q_idx.shape, dtype=torch.float32, device=q.device)
-    rows = torch.empty(2, b, heads, t, dtype=torch.float32, device=q.device)
-    queries = min(64, 256 // sizes["NI"])
-    step = group_chunk(words, 1)
+    lse_idx = torch.empty(b, t, dtype=torch.float32, device=q.device)
     behind = None if lengths is None else torch.arange(t, device=q.device) >= lengths[:, None]
     if behind is not None:
         # An infinite denominator takes a query out of everything.
         lse = lse.masked_fill(behind[:, None], torch.inf)
-    operands = (q, k, lse, q_idx, k_idx, sigmoids, biases, lse_idx)
-    for first in range(0, words.shape[2], step):
-        lists, listed = key_lists(words, lengths, t, causal, 1, first, step)
-        grid = (lists.shape[0] * QUERIES // queries, b, 1)
-        args = (q_idx, k_idx, sigmoids, biases, lse_idx, lists, listed, first, t, heads, lists.shape[-1], scale_idx)
-        _indexer_lse_kernel(grid, args, sizes, num_warps=8)
-        if behind is not None:
-            lse_idx.masked_fill_(behind, torch.inf)
-        args = (*operands, lists, listed, loss, dqi, rows, first, t, h, heads, lists.shape[-1], scale, scale_idx)
-        _indexer_loss_rows_kernel(grid, args, both, num_warps=8)
-    dki = _key_gradient(operands, words, lengths, scale, scale_idx, causal, both)
+    indexer = (q_idx, k_idx, w, bias)
+    attended = (q, k, None, None, lse)
+    scales = (scale, scale_idx)
+    *grads, loss = _gradients(attended, indexer, lse_idx, behind, words, lengths, scales, causal)
     each = 1 / lse_idx.isfinite().sum().clamp(min=1)
-    # The sigmoids first: the first operand lays out the result.
-    dw = sigmoids * (1 - sigmoids) * rows[0].transpose(1, 2)
-    made = ((dqi, q_idx), (dki, k_idx), (dw, w), (rows[1].sum((0, 2)), bias))
-    dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in made)
+    dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, indexer))
     return loss.sum() * each, dqi, dki, dw, db
 
 
-def _key_gradient(
-    operands: tuple[Tensor, ...],
+def straight_through(
+    grad: Tensor,
+    grad_lse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    q_idx: Tensor,
+    k_idx: Tensor,
+    w: Tensor,
+    bias: Tensor,
     words: Tensor,
     lengths: Tensor | None,
     scale: float,
     scale_idx: float,
     causal: bool,
-    meta: dict[str, int],
-) -> Tensor:
-    """Of k_idx, in float32."""
-    q, q_idx, k_idx = operands[0], operands[3], operands[4]
-    b, h, t, _ = q.shape
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `straight_through` -> gradients of q_idx, k_idx, w and bias."""
+    indexer = (q_idx, k_idx, w, bias)
+    if q.numel() == 0 or q_idx.numel() == 0:
+        dqi, dki, dw, db = (torch.zeros_like(x) for x in indexer)
+        return dqi, dki, dw, db
+    rows, grad, q = row_statistics(grad, q, out, lse, grad_lse)
+    attended = (q, k, v, grad, rows)
+    *grads, _ = _gradients(attended, indexer, None, None, words, lengths, (scale, scale_idx), causal)
+    dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, indexer))
+    return dqi, dki, dw, db
+
+
+def _gradients(
+    attended: tuple[Tensor | None, ...],
+    indexer: tuple[Tensor, ...],
+    lse_idx: Tensor | None,
+    behind: Tensor | None,
+    words: Tensor,
+    lengths: Tensor | None,
+    scales: tuple[float, float],
+    causal: bool,
+) -> tuple[Tensor, ...]:
+    """Float32 gradients of q_idx, k_idx, w and bias, and losses of queries. `attended` is (q, k, None, None, lse), or
+    for a gradient straight through (q, k, v, grad, `row_statistics`). `lse_idx` is filled for the loss, in which the
+    queries that are `behind` take no part."""
+    q, k, v, *_ = attended
+    q_idx, k_idx, w, bias = indexer
+    assert q is not None and k is not None
+    (b, h, t, d), (_, heads, _, di) = q.shape, q_idx.shape
+    sigmoids, biases = w.float().sigmoid(), bias.float()
+    sizes = {"HEADS": heads, "DI": di}
+    both = {"D": d, **sizes, "GROUP": h // k.shape[1]}
+    dqi = torch.empty(q_idx.shape, dtype=torch.float32, device=q.device)
+    rows = torch.empty(2 * b * heads * t + b * t, dtype=torch.float32, device=q.device)
+    queries = min(64, 256 // launch.next_power_of_2(heads))
+    step = group_chunk(words, 1)
+    operands = (*attended, q_idx, k_idx, sigmoids, biases, lse_idx)
+    for first in range(0, words.shape[2], step):
+        lists, listed = key_lists(words, lengths, t, causal, 1, first, step)
+        grid, capacity = (lists.shape[0] * QUERIES // queries, b, 1), lists.shape[-1]
+        if lse_idx is not None:
+            args = (q_idx, k_idx, sigmoids, biases, lse_idx, lists, listed, first, t, capacity, scales[1])
+            _indexer_lse_kernel(grid, args, sizes, num_warps=8)
+            if behind is not None:
+                lse_idx.masked_fill_(behind, torch.inf)
+        args = (*operands, lists, listed, dqi, rows, first, t, h, capacity, *scales)
+        # Gradients of logits leave a thread of 8 warps too few registers for the indexer's heads.
+        _indexer_rows_kernel(grid, args, both, num_warps=8 if v is None else 16)
     dki = torch.zeros(k_idx.shape, dtype=torch.float32, device=q.device)
     lists, listed = key_lists(words, lengths, t, causal, PARTS.value)
     entries = listed.numel()
     plan = torch.zeros(2 + 2 * entries, dtype=torch.int32, device=q.device)
     tiles = (listed.view(-1) + (BLOCK_N.value - 1)) // BLOCK_N.value
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
-    sizes = (t, h, q_idx.shape[1], lists.shape[-1], entries, b)
-    args = (*operands, lists, listed, dki, plan, *sizes, scale, scale_idx)
-    grid = (2 * tuning.programs(q.device), 1, 1)
-    _indexer_loss_keys_kernel(grid, args, meta, num_warps=8)
-    return dki
+    args = (*operands, lists, listed, dki, plan, t, h, lists.shape[-1], entries, *scales)
+    _indexer_keys_kernel((2 * tuning.programs(q.device), 1, 1), args, both, num_warps=8)
+    of_weights, of_biases = rows[: -b * t].view(2, b, heads, t)
+    of_weights = of_weights.transpose(1, 2)
+    # The weight of a query that takes no key may be NaN.
+    dw = torch.where(of_weights == 0, 0, sigmoids * (1 - sigmoids) * of_weights).contiguous()
+    return dqi, dki, dw, of_biases.sum((0, 2)), rows[-b * t :]
 
 
 _STUDENT = {
     **dict.fromkeys(("qi_ptr", "ki_ptr"), "*bf16"), **dict.fromkeys(("w_ptr", "bias_ptr", "lse_ptr"), "*fp32"),
-    "lists_ptr": "*i32", "counts_ptr": "*i32", "T": "i32", "heads": "i32", "capacity": "i32",
+    "lists_ptr": "*i32", "counts_ptr": "*i32", "T": "i32", "capacity": "i32",
 }  # fmt: skip
 _BOTH = {
-    **_STUDENT, **dict.fromkeys(("q_ptr", "k_ptr"), "*bf16"), "lse_idx_ptr": "*fp32", "H": "i32", "scale": "fp32",
-    "scale_idx": "fp32",
+    **_STUDENT, **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "grad_ptr"), "*bf16"), "lse_idx_ptr": None, "H": "i32",
+    "scale": "fp32", "scale_idx": "fp32",
 }  # fmt: skip
-_SIZES = {"GROUP": 1, "D": 128, "NI": 4, "DI": 64}
+_SIZES = {"D": 128, "HEADS": 4, "DI": 64, "GROUP": 1}
 EXAMPLES = {
     _indexer_lse_kernel: {
         "signature": {**_STUDENT, "first": "i32", "scale": "fp32"},
-        "constexprs": {"NI": 4, "DI": 64},
+        "constexprs": {"HEADS": 4, "DI": 64},
         "num_warps": 8,
     },
-    _indexer_loss_rows_kernel: {
-        "signature": {**_BOTH, **dict.fromkeys(("loss_ptr", "dqi_ptr", "rows_ptr"), "*fp32"), "first": "i32"},
+    _indexer_rows_kernel: {
+        "signature": {**_BOTH, **dict.fromkeys(("dqi_ptr", "rows_ptr"), "*fp32"), "first": "i32"},
         "constexprs": _SIZES,
-        "num_warps": 8,
+        "num_warps": 16,
     },
-    _indexer_loss_keys_kernel: {
-        "signature": {**_BOTH, "dki_ptr": "*fp32", "plan_ptr": "*i32", "entries": "i32", "batches": "i32"},
+    _indexer_keys_kernel: {
+        "signature": {**_BOTH, "dki_ptr": "*fp32", "plan_ptr": "*i32", "entries": "i32"},
         "constexprs": _SIZES,
         "num_warps": 8,
     },

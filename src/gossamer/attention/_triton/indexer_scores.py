@@ -70,11 +70,12 @@ def head_terms(
     q, k, grad_ptr, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
     """(grad * sigmoid, gradient with respect to what the sigmoid is taken of), both float32 [rows, keys]."""
-    active = sigmoid(tl.dot(q, k.T, input_precision=PRECISION) * scale + bias, FAST)
     inside = (keys[None, :] < visible[:, None]) & (rows < Tq)[:, None]
+    # A key that is not seen may hold NaN.
+    active = tl.where(inside, sigmoid(tl.dot(q, k.T, input_precision=PRECISION) * scale + bias, FAST), 0.0)
     at = rows.to(tl.int64)[:, None] * Tk + keys[None, :]
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    through = tl.where(inside, grad * active, 0.0)
+    through = grad * active
     return through, gate[:, None] * through * (1.0 - active)
 
 
@@ -95,9 +96,11 @@ def _indexer_scores_bwd_q_kernel(
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dgate = tl.zeros([BLOCK_M], tl.float32)
     dbias = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(0, tl.max(visible, axis=0), BLOCK_N):
+    end = tl.max(visible, axis=0)
+    for first in range(0, end, BLOCK_N):
         keys = first + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr + batch * Tk * D, keys, D, Tk, D, BLOCK_D)
+        # A key that no query sees may hold NaN.
+        k = load_tile(k_ptr + batch * Tk * D, keys, D, end, D, BLOCK_D)
         through, dx = head_terms(
             q, k, grad_ptr + batch * Tq * Tk, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION, FAST
         )
@@ -124,11 +127,13 @@ def _indexer_scores_bwd_k_kernel(
     length = valid_keys(lengths_ptr, batch, Tk)
     k = load_tile(k_ptr + batch * Tk * D, keys, D, Tk, D, BLOCK_D)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    # Queries that see no key may hold NaN.
+    seeing = tl.where(length > 0, Tq, 0)
     # The first query that sees a key of this tile.
     begin = tl.maximum(tl.program_id(0) * BLOCK_N + 1 - ahead - tl.maximum(length - Tq, 0), 0) // BLOCK_M * BLOCK_M
     for head in range(HEADS):
         bias = load_bias(bias_ptr, head)
-        for first in range(begin, Tq, BLOCK_M):
+        for first in range(begin, seeing, BLOCK_M):
             rows = first + tl.arange(0, BLOCK_M)
             q = load_tile(q_ptr + (batch * HEADS + head) * Tq * D, rows, D, Tq, D, BLOCK_D)
             gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS)
@@ -170,8 +175,7 @@ def indexer_scores(
     if out.numel() and q.shape[1] and q.shape[3]:
         meta = _options(q)
         grid = (launch.cdiv(tk, meta["BLOCK_N"]), launch.cdiv(tq, meta["BLOCK_M"]), b)
-        tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, out)
-        _indexer_scores_fwd_kernel(grid, (*tensors, tq, tk, _ahead(causal, tk), scale), meta)
+        _indexer_scores_fwd_kernel(grid, (q, k, w, bias, lengths, out, tq, tk, _ahead(causal, tk), scale), meta)
     return out
 
 
@@ -194,7 +198,7 @@ def indexer_scores_backward(
     meta = _options(q)
     blocks = launch.cdiv(tq, meta["BLOCK_M"])
     dbias = torch.empty(b, heads, blocks, dtype=torch.float32, device=q.device)
-    tensors = (q.contiguous(), k.contiguous(), w.contiguous(), bias, lengths, grad.contiguous())
+    tensors = (q, k, w, bias, lengths, grad)
     sizes = (tq, tk, _ahead(causal, tk), scale)
     _indexer_scores_bwd_q_kernel((blocks, heads, b), (*tensors, dq, dw, dbias, *sizes), meta)
     _indexer_scores_bwd_k_kernel((launch.cdiv(tk, meta["BLOCK_N"]), b, 1), (*tensors, dk, *sizes), meta)

@@ -129,14 +129,13 @@ def rotary_gates(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `rotary_gates` -> (q, k, v, gate)."""
     b, t, d = *y.shape[:2], cos.shape[-1]
-    y = y.contiguous()
     q, k, v = (y.new_empty(b, t, n, d) for n in (heads, groups, groups))
     gate = y.new_empty(b, t, heads * d if output_gate else 0)
     if q.numel():
         units = heads * (2 if output_gate else 1) + 2 * groups
         sizes = (y.shape[2], b * t, cos.numel() // d, heads, groups)
         meta = {"D": d, "VALUE_GATE": value_gate, "BLOCK_T": BLOCK_T}
-        args = (y, cos.contiguous(), sin.contiguous(), q, k, v, gate, *sizes)
+        args = (y, cos, sin, q, k, v, gate, *sizes)
         grid = (launch.cdiv(b * t, BLOCK_T), units, 1)
         _rotary_gates_fwd_kernel(grid, args, meta, num_warps=4)
     return q, k, v, gate
@@ -148,14 +147,13 @@ def rotary_gates_bwd(
     """Operator `rotary_gates_bwd` -> the gradient of y."""
     b, t, heads, d = dq.shape
     groups = dk.shape[2]
-    dy = torch.empty_like(y, memory_format=torch.contiguous_format)
+    dy = torch.empty_like(y)
     if y.numel():
         output_gate = dgate.shape[-1] > 0
         units = heads * (2 if output_gate else 1) + 2 * groups
         sizes = (y.shape[2], b * t, cos.numel() // d, heads, groups)
         meta = {"D": d, "VALUE_GATE": value_gate, "OUTPUT_GATE": output_gate, "BLOCK_T": BLOCK_T}
-        grads = (x.contiguous() for x in (dq, dk, dv, dgate))
-        args = (y.contiguous(), cos.contiguous(), sin.contiguous(), *grads, dy, *sizes)
+        args = (y, cos, sin, dq, dk, dv, dgate, dy, *sizes)
         grid = (launch.cdiv(b * t, BLOCK_T), units, 1)
         _rotary_gates_bwd_kernel(grid, args, meta, num_warps=4)
     return dy

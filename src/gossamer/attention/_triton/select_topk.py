@@ -37,8 +37,7 @@ from gossamer.attention._triton import candidates
 from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
-from gossamer.attention._triton.selection import union_of_words
-from gossamer.attention._triton.threshold import find_thresholds, list_programs, load_words, reaching_both
+from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
 
 LEVELS = tl.constexpr(levels.LEVELS)
 COLUMNS = 128
@@ -222,17 +221,11 @@ class Slab(NamedTuple):
     columns: int
 
 
-def bytes_of(rows: int, columns: int, device: torch.device) -> int:
-    """Of a slab's keys, and behind them of the lists that long rows take."""
-    return 2 * rows * columns + levels.LIST_BYTES * list_programs(rows, columns, device)
-
-
 def slab_plan(
-    b: int, padded: int, tq: int, tk: int, causal: bool, unit: int, k: int, workspace: int, each: int,
-    device: torch.device,
-) -> list[Slab]:  # fmt: skip
+    b: int, padded: int, tq: int, tk: int, causal: bool, unit: int, k: int, workspace: int, each: int
+) -> list[Slab]:
     """Cuts the b * padded rows at multiples of `unit`; every query takes k keys or all that it sees. A column is `each`
-    keys. `workspace` bytes are for the scores, and the lists where rows are long.
+    keys. `workspace` bytes are for the scores.
 
     Where a batch element fits, several share a slab. Otherwise slabs grow shorter as queries see more keys.
     """
@@ -240,7 +233,7 @@ def slab_plan(
     if tk <= k:
         return [Slab(0, b * padded, 0)]
     width = round_up(launch.cdiv(tk, each), COLUMNS)
-    together = (workspace - bytes_of(b * padded, width, device) + 2 * b * padded * width) // (2 * padded * width)
+    together = workspace // (2 * padded * width)
     if together > 0 and b > 1:
         return [Slab(i * padded, min(together, b - i) * padded, width) for i in range(0, b, together)]
 
@@ -255,12 +248,8 @@ def slab_plan(
         at = every
         while at < padded:
             rows = unit
-            while at + rows < padded and bytes_of(rows + unit, columns(at + rows + unit), device) <= workspace:
+            while at + rows < padded and 2 * (rows + unit) * columns(at + rows + unit) <= workspace:
                 rows += unit
-            # Programs that find long rows by lists take turns: whole turns, but for the last.
-            turn = list_programs(padded, columns(at + rows), device) // unit * unit
-            if turn and at + rows < padded:
-                rows -= rows % turn if rows > turn else 0
             plan.append(Slab(start + at, rows, columns(at + rows)))
             at += rows
     return plan
@@ -310,7 +299,7 @@ class _Call:
         self.q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
         # Keys stand one behind the other, as in a slice of a longer cache too.
         self.k = k if k.stride()[1:] == (k.shape[2], 1) else k.contiguous()
-        self.w, self.bias, self.lengths, self.scale = w.contiguous(), bias, lengths, scale
+        self.w, self.bias, self.lengths, self.scale = w, bias, lengths, scale
         self.b, self.heads, self.tq, self.d = q.shape
         self.tk = k.shape[1]
         # A word's 64 queries, or as few as a product takes.
@@ -354,8 +343,8 @@ class _Call:
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
         _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
-    def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, lists: Tensor | None, flags: Tensor | None) -> None:
-        given = (keys, self.lengths, wanted, self.threshold, self.last, lists)
+    def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, flags: Tensor | None) -> None:
+        given = (keys, self.lengths, wanted, self.threshold, self.last)
         find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed, self.granularity, flags)
 
     def take(self, slab: Slab, keys: Tensor | None, flags: Tensor | None = None) -> None:
@@ -388,7 +377,7 @@ class _Call:
                 keys = room[: 2 * width * rows].view(torch.int16)
                 sparing = hopper.Sparing(unit=candidates.STRETCH)
                 hopper.launch_index_keys(tiles, (*given, keys), rows, self.sizes(slab), self.scale, sparing)
-                args = (keys, self.lengths, None, bound, unused, None, rows, self.sizes(slab))
+                args = (keys, self.lengths, None, bound, unused, rows, self.sizes(slab))
                 rule = (lists.reach, 1 - candidates.STRETCH, 0)
                 find_thresholds(*args, rule, self.packed, candidates.STRETCH)
             slab = Slab(first, rows, lists.entries)
@@ -422,18 +411,16 @@ def select_topk(
     window: int,
     sinks: int,
     workspace: int,
-    capacity: int,
     granularity: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `select_topk` -> words, counts and lists of a `Selection` of one scope."""
+) -> Tensor:
+    """Operator `select_topk` -> words of a `Selection` of one scope."""
     check_width("attention.select_topk", q.shape[3], q.element_size())
     call = _Call((q, k, w, bias, lengths), scale, causal, top, window, sinks, granularity)
     if call.words.numel():
         least = k_min if rule else top
         sizes = (call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace, granularity)
-        plan = slab_plan(*sizes, q.device)
-        # One piece of memory: where rows are long their lists take of it what other slabs have for more keys.
-        room = torch.empty(max(bytes_of(*slab[1:], q.device) for slab in plan), dtype=torch.int8, device=q.device)
+        plan = slab_plan(*sizes)
+        room = torch.empty(max(2 * slab.rows * slab.columns for slab in plan), dtype=torch.int8, device=q.device)
         flags: Tensor | None = None
         long = [slab for slab in plan if slab.columns > candidates.LEAST] if choose_keys(call, rule) != "all" else []
         if long:
@@ -442,11 +429,7 @@ def select_topk(
             if not slab.columns:
                 call.take(slab, None)
                 continue
-            size = 2 * slab.rows * slab.columns
-            keys, programs = room[:size].view(torch.int16), list_programs(slab.rows, slab.columns, q.device)
-            lists = (
-                room[size:][: programs * levels.LIST_BYTES].view(torch.int32).view(programs, -1) if programs else None
-            )
+            keys = room[: 2 * slab.rows * slab.columns].view(torch.int16)
             of_slab = flags if slab in long else None
             with span("select_topk/scores"):
                 call.score(slab, keys, of_slab)
@@ -457,10 +440,10 @@ def select_topk(
                 given = (keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
                 rows_k(*given, granularity)
             with span("select_topk/thresholds"):
-                call.find(slab, keys, wanted, lists, of_slab)
+                call.find(slab, keys, wanted, of_slab)
             with span("select_topk/words"):
                 call.take(slab, keys, of_slab)
-    return (call.words, *union_of_words(call.words, capacity, max(call.tk - call.tq, 0) if causal else None))
+    return call.words
 
 
 _SIZES = dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead"), "i32")

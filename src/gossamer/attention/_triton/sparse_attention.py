@@ -23,7 +23,6 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
 from gossamer._core.ranges import span
-from gossamer.attention._triton.dense_attention import dense_attention
 from gossamer.attention._triton.key_lists import QUERIES, key_lists, not_behind
 from gossamer.attention._triton.sparse_decode import sparse_decode
 
@@ -154,7 +153,7 @@ def _sparse_attention_fwd_kernel(
     heads = tl.num_programs(1)
     row = tl.arange(0, BLOCK_M)
     begin = (first + group) * BLOCK_M
-    query = begin + row
+    query = (begin + row).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     wide = (column < D)[None, :]
     inside = (query < Tq)[:, None] & wide
@@ -244,27 +243,22 @@ def sparse_attention(
     k: Tensor,
     v: Tensor,
     words: Tensor,
-    counts: Tensor,
-    indices: Tensor,
     lengths: Tensor | None,
     scale: float,
     causal: bool,
     path: str,
+    *indexer: Any,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sparse_attention` -> (out [B, H, Tq, D] in memory as [B, Tq, H, D], lse [B, H, Tq])."""
     b, h, tq, d = q.shape
     g, tk = k.shape[1:3]
     if path == "decode":
         with span("sparse_attention/decode"):
-            return sparse_decode(q, k, v, None, words, counts, indices, lengths, scale, causal)
+            return sparse_decode(q, k, v, None, words, lengths, scale, causal)
     out = q.new_empty(b, tq, h, d)
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
     if tk == 0 or d == 0 or out.numel() == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-math.inf)
-    words = words.contiguous()
-    if path == "dense":
-        with span("sparse_attention/dense"):
-            return dense_attention(q, k, v, words, lengths, scale, causal)
     q = strided(q)
     k, v = alike(k, v)
     tile = fwd_tile(q, path)

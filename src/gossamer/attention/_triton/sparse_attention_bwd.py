@@ -23,13 +23,13 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
-from gossamer.attention._triton.dense_attention import dense_attention_bwd
 from gossamer.attention._triton.key_lists import key_lists, not_behind
 from gossamer.attention._triton.sparse_attention import (
     LISTS,
     Tile,
     alike,
     begin_walk,
+    strided,
     walk_keys,
     walks,
     wide_product,
@@ -54,25 +54,33 @@ def key_tile(d: int, element_size: int) -> Tile:
 
 @launch.kernel
 def _row_statistics_kernel(
-    grad_ptr, out_ptr, lse_ptr, grad_lse_ptr, rows_ptr, stride_gb, stride_gh, stride_gt, Tq,
-    D: tl.constexpr, BLOCK_M: tl.constexpr,
+    grad_ptr, q_ptr, out_ptr, lse_ptr, grad_lse_ptr, rows_ptr, grad_out_ptr, q_out_ptr,
+    stride_gb, stride_gh, stride_gt, stride_qb, stride_qh, stride_qt, Tq, D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_M queries, head, batch): (lse in base 2, grad * out summed - gradient of lse) of each query."""
+    """Program (BLOCK_M queries, head, batch): (lse in base 2, grad * out summed - gradient of lse) of each query, and
+    contiguous copies of grad and q, 0 for a query that takes no key, which may hold NaN."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     head, batch, heads = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(1)
-    query = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    query = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
-    inside = (query < Tq)[:, None] & (column < D)[None, :]
-    grad_ptr += batch * stride_gb + head * stride_gh
-    grad = tl.load(grad_ptr + query.to(tl.int64)[:, None] * stride_gt + column[None, :], mask=inside, other=0.0)
-    at = ((batch * Tq + query) * heads + head)[:, None] * D + column[None, :]
-    out = tl.load(out_ptr + at, mask=inside, other=0.0)
-    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     row = (batch * heads + head) * Tq + query
+    inside = (query < Tq)[:, None] & (column < D)[None, :]
+    lse = tl.load(lse_ptr + row, mask=query < Tq, other=float("-inf"))
+    taking = lse != float("-inf")
+    read = taking[:, None] & inside
+    grad_ptr += batch * stride_gb + head * stride_gh
+    q_ptr += batch * stride_qb + head * stride_qh
+    grad = tl.load(grad_ptr + query[:, None] * stride_gt + column[None, :], mask=read, other=0.0)
+    q = tl.load(q_ptr + query[:, None] * stride_qt + column[None, :], mask=read, other=0.0)
+    at = ((batch * Tq + query) * heads + head)[:, None] * D + column[None, :]
+    out = tl.load(out_ptr + at, mask=read, other=0.0)
+    delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     if grad_lse_ptr is not None:
-        delta -= tl.load(grad_lse_ptr + row, mask=query < Tq, other=0.0)
-    lse = tl.load(lse_ptr + row, mask=query < Tq, other=0.0) * 1.4426950408889634
-    tl.store(rows_ptr + 2 * row, lse, mask=query < Tq)
+        delta -= tl.load(grad_lse_ptr + row, mask=taking, other=0.0)
+    at = row[:, None] * D + column[None, :]
+    tl.store(grad_out_ptr + at, grad, mask=inside)
+    tl.store(q_out_ptr + at, q, mask=inside)
+    tl.store(rows_ptr + 2 * row, lse * 1.4426950408889634, mask=query < Tq)
     tl.store(rows_ptr + 2 * row + 1, delta, mask=query < Tq)
 
 
@@ -129,8 +137,7 @@ def _sparse_attention_bwd_q_kernel(
             v = tl.load(v_ptr + at, mask=read, other=0.0)
             s = tl.dot(q, k.T, input_precision=PRECISION)
             dp = tl.dot(grad, v.T, input_precision=PRECISION)
-        p = tl.where(keep, tl.exp2(s * log2_scale - lse[:, None]), 0.0)
-        ds = p * (dp - delta[:, None])
+        ds = tl.where(keep, tl.exp2(s * log2_scale - lse[:, None]) * (dp - delta[:, None]), 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     tl.store(dq_ptr + here, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
@@ -297,8 +304,6 @@ def sparse_attention_bwd(
     out: Tensor,
     lse: Tensor,
     words: Tensor,
-    counts: Tensor,
-    indices: Tensor,
     lengths: Tensor | None,
     scale: float,
     causal: bool,
@@ -307,27 +312,26 @@ def sparse_attention_bwd(
     """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous."""
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    words = words.contiguous()
-    grad, q = grad.contiguous(), q.contiguous()
-    rows = row_statistics(grad, out, lse, grad_lse)
-    if path == "dense":
-        dq, dk, dv = dense_attention_bwd(grad, q, k, v, rows, words, lengths, scale, causal)
-        return dq, dk.to(k.dtype), dv.to(v.dtype)
+    rows, grad, q = row_statistics(grad, q, out, lse, grad_lse)
     dq = query_gradient(grad, q, k, v, rows, words, lengths, scale, causal, path)
     of_keys = key_gradients_of_tiles if path == "tiles" else key_gradients
     dk, dv = of_keys(grad, q, k, v, rows, words, lengths, scale, causal)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """float32 [B, H, Tq, 2]: lse in base 2, and what a softmax's gradient subtracts."""
+def row_statistics(
+    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(float32 [B, H, Tq, 2]: lse in base 2, and what a softmax's gradient subtracts; grad and q, contiguous, 0 for
+    queries that take no key)."""
     b, h, tq, d = grad.shape
     rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)
-    out = out.transpose(1, 2).contiguous()
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
-    args = (grad, out, lse.contiguous(), grad_lse, rows, *grad.stride()[:3], tq)
+    grad, q, out = strided(grad), strided(q), out.transpose(1, 2).contiguous()
+    grads, queries = torch.empty(2, b, h, tq, d, dtype=q.dtype, device=q.device)
+    strides = (*grad.stride()[:3], *q.stride()[:3])
+    args = (grad, q, out, lse, grad_lse, rows, grads, queries, *strides, tq)
     _row_statistics_kernel((launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
-    return rows
+    return rows, grads, queries
 
 
 def query_gradient(
@@ -427,9 +431,10 @@ _SIZES = {"SCOPES": 1, "D": 128, "PRECISION": "ieee"}
 EXAMPLES = {
     _row_statistics_kernel: {
         "signature": {
-            **dict.fromkeys(("grad_ptr", "out_ptr"), "*bf16"),
+            **dict.fromkeys(("grad_ptr", "q_ptr", "out_ptr", "grad_out_ptr", "q_out_ptr"), "*bf16"),
             **dict.fromkeys(("lse_ptr", "grad_lse_ptr", "rows_ptr"), "*fp32"),
-            **dict.fromkeys(("stride_gb", "stride_gh", "stride_gt", "Tq"), "i32"),
+            **dict.fromkeys(("stride_gb", "stride_gh", "stride_gt"), "i32"),
+            **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "Tq"), "i32"),
         },
         "constexprs": {"D": 128, "BLOCK_M": 32},
         "num_warps": 4,

@@ -1,9 +1,9 @@
 """Attention of a few new queries over selected keys of a long cache.
 
-With one block of queries a head there are too few programs, so the block's list of keys is cut: a program takes a part
-of it for all query heads that share a head of k, 16 rows at least, and leaves its sums unnormalised, with the largest
-score that they are relative to. A second kernel weighs the parts of each query. A list that has overflowed (see
-`Selection`) is replaced by all keys, of which the words then say which are taken.
+With one block of queries a head there are too few programs, so the keys are cut: a program takes every n-th chunk of 64
+keys, for all query heads that share a head of k, 16 rows at least. It lists the keys of its chunks that any query
+takes, with the queries' bits, gathers by this list, and leaves its sums unnormalised, with the largest score that they
+are relative to. A second kernel weighs the parts of each query.
 
 Keys are rows of a contiguous cache, or of pages of PAGE keys, found through a table.
 """
@@ -16,18 +16,44 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.attention._triton.key_lists import not_behind
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)
+CHUNKS: tl.constexpr = tl.constexpr(64)
+"""Chunks of BLOCK_N keys whose words a program looks at together, at most."""
+
+
+@triton.jit
+def list_keys(words_ptr, list_ptr, part, parts, end, offset, ROOM: tl.constexpr, CAUSAL: tl.constexpr):
+    """How many keys of a part any query takes: `list_ptr` gets these, and ROOM behind each the bits of who takes it.
+    Query i stands at key i + offset."""
+    TOGETHER: tl.constexpr = min(ROOM // BLOCK_N, CHUNKS)
+    found = 0
+    for first in range(part * BLOCK_N, end, parts * (TOGETHER * BLOCK_N)):
+        chunk = tl.arange(0, TOGETHER)[:, None] * parts * BLOCK_N
+        key = tl.reshape(first + chunk + tl.arange(0, BLOCK_N)[None, :], (TOGETHER * BLOCK_N,))
+        # The lower half of a word: there are no more than 16 queries.
+        word = tl.load(words_ptr + 2 * key.to(tl.int64), mask=key < end, other=0)
+        if CAUSAL:
+            word = not_behind(word, key - offset, 31)
+        taken = (word != 0).to(tl.int32)
+        slot = list_ptr + found + tl.cumsum(taken, axis=0) - taken
+        tl.store(slot, key, mask=taken != 0)
+        tl.store(slot + ROOM, word, mask=taken != 0)
+        found += tl.sum(taken, axis=0)
+    # Other threads read what these have written.
+    tl.debug_barrier()
+    return found
 
 
 @launch.kernel
 def _sparse_decode_parts_kernel(
-    q_ptr, k_ptr, v_ptr, parts_ptr, words_ptr, counts_ptr, indices_ptr, lengths_ptr, table_ptr,
-    stride_kb, stride_kh, stride_kt, H, Tk, capacity, pages, scale,
-    GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr, D: tl.constexpr,
-    PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, parts_ptr, words_ptr, lists_ptr, lengths_ptr, table_ptr,
+    stride_kb, stride_kh, stride_kt, H, Tk, pages, pool, scale,
+    ROOM: tl.constexpr, GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the list, HEADS heads of q, batch). stride_kb is a page's where there are pages."""
+    """Program (part of the keys, HEADS heads of q, batch). stride_kb is a page's where there are pages."""
     BLOCK_M: tl.constexpr = triton.next_power_of_2(max(16, HEADS * TQ))
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     part, parts = tl.program_id(0), tl.num_programs(0)
@@ -40,43 +66,39 @@ def _sparse_decode_parts_kernel(
     token = (batch * H + here) * TQ + query
     q = tl.load(q_ptr + token[:, None] * D + column[None, :], mask=inside, other=0.0)
     kv_head = (head // GROUP).to(tl.int64)
-    listed = batch * SCOPES + head * SCOPES // H
-    words_ptr += listed * Tk
-    indices_ptr += listed * capacity
-    count = tl.load(counts_ptr + listed)
+    words_ptr += (batch * SCOPES + head * SCOPES // H) * 2 * Tk
+    lists_ptr += ((batch * tl.num_programs(1) + tl.program_id(1)) * parts + part) * 2 * ROOM
     end = Tk
     offset = Tk - TQ
     if lengths_ptr is not None:
         end = tl.minimum(end, tl.load(lengths_ptr + batch).to(tl.int32))
         offset = tl.maximum(end - TQ, 0)
-    whole = count > capacity
-    count = tl.where(whole, end, count)
-    each = tl.cdiv(tl.cdiv(count, BLOCK_N), parts) * BLOCK_N
+    count = list_keys(words_ptr, lists_ptr, part, parts, end, offset, ROOM, CAUSAL)
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(part * each, tl.minimum(part * each + each, count), BLOCK_N):
+    for start in range(0, count, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        held = slot < count
-        key = tl.load(indices_ptr + slot, mask=held & (not whole), other=0)
-        key = tl.where(whole & held, slot, key)
-        held = held & (key < end)
-        key = tl.where(held, key, 0)
-        word = tl.load(words_ptr + key, mask=held, other=0)
-        keep = ((word[None, :] >> query.to(tl.int64)[:, None]) & 1) != 0
-        if CAUSAL:
-            keep = keep & (key[None, :] <= (query + offset)[:, None])
+        # Past the end the last key once more, of whom nobody's bit is set.
+        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
+        word = tl.load(lists_ptr + ROOM + slot, mask=slot < count, other=0)
+        keep = ((word[None, :] >> query[:, None]) & 1) != 0
         if PAGE > 0:
-            page = tl.load(table_ptr + batch * pages + key // PAGE, mask=held, other=0).to(tl.int64)
-            at = page * stride_kb + (key % PAGE) * stride_kt
+            page = tl.load(table_ptr + batch * pages + key // PAGE).to(tl.int64)
+            valid = (page >= 0) & (page < pool)
+            page = tl.where(valid, page, 0)
+            at = page * stride_kb + (key % PAGE).to(tl.int64) * stride_kt
         else:
             at = batch * stride_kb + key.to(tl.int64) * stride_kt
         at = at[:, None] + (kv_head * stride_kh + column)[None, :]
-        # A key that no list has is not read: what lies there may be NaN.
-        k = tl.load(k_ptr + at, mask=held[:, None] & wide, other=0.0)
-        v = tl.load(v_ptr + at, mask=held[:, None] & wide, other=0.0)
-        s = tl.where(keep, tl.dot(q, k.T, input_precision="ieee"), float("-inf"))
+        k = tl.load(k_ptr + at, mask=wide, other=0.0)
+        v = tl.load(v_ptr + at, mask=wide, other=0.0)
+        s = tl.dot(q, k.T, input_precision="ieee")
+        if PAGE > 0:
+            # A page that there is not.
+            s = tl.where(valid[None, :], s, float("nan"))
+        s = tl.where(keep, s, float("-inf"))
         most = tl.maximum(m, tl.max(s, 1) * log2_scale)
         finite = tl.where(most == float("-inf"), 0.0, most)
         p = tl.exp2(s * log2_scale - finite[:, None])
@@ -118,8 +140,6 @@ def sparse_decode(
     v: Tensor,
     table: Tensor | None,
     words: Tensor,
-    counts: Tensor,
-    indices: Tensor,
     lengths: Tensor | None,
     scale: float,
     causal: bool,
@@ -136,17 +156,25 @@ def sparse_decode(
     # Heads that share both a head of k and a list.
     heads = 1 if scopes == h else h // g
     groups = b * (h // heads)
-    cuts = launch.cdiv(min(tk, max(1, indices.shape[3])), BLOCK_N.value)
-    cuts = max(1, min(cuts, 64, 4 * tuning.programs(q.device) // groups))
+    chunks = launch.cdiv(tk, BLOCK_N.value)
+    cuts = max(1, min(chunks, 64, 4 * tuning.programs(q.device) // groups))
+    room = launch.next_power_of_2(launch.cdiv(chunks, cuts)) * BLOCK_N.value
+    lists = torch.empty(groups, cuts, 2, room, dtype=torch.int32, device=q.device)
     parts = torch.empty(b, h, tq, cuts, d + 2, dtype=torch.float32, device=q.device)
     k, v = _alike(k, v)
     strides = (k.stride(0), *((k.stride(2), k.stride(1)) if paged else k.stride()[1:3]))
-    words, indices = words.contiguous(), indices.contiguous()
-    table = table.contiguous() if table is not None else None
-    meta = {"GROUP": h // g, "SCOPES": scopes, "HEADS": heads, "TQ": tq, "D": d, "PAGE": k.shape[1] if paged else 0}
+    meta = {
+        "ROOM": room,
+        "GROUP": h // g,
+        "SCOPES": scopes,
+        "HEADS": heads,
+        "TQ": tq,
+        "D": d,
+        "PAGE": k.shape[1] if paged else 0,
+    }
     meta["CAUSAL"] = causal
-    sizes = (*strides, h, tk, indices.shape[3], 0 if table is None else table.shape[1])
-    args = (q.contiguous(), k, v, parts, words, counts.contiguous(), indices, lengths, table, *sizes, scale)
+    sizes = (*strides, h, tk, 0 if table is None else table.shape[1], k.shape[0])
+    args = (q, k, v, parts, words.view(torch.int32), lists, lengths, table, *sizes, scale)
     _sparse_decode_parts_kernel((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
     meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
     _sparse_decode_kernel((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
@@ -163,12 +191,14 @@ def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 EXAMPLES = {
     _sparse_decode_parts_kernel: {
         "signature": {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "parts_ptr": "*fp32", "words_ptr": "*i64",
-            **dict.fromkeys(("counts_ptr", "indices_ptr", "lengths_ptr", "table_ptr"), "*i32"),
-            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "H", "Tk", "capacity", "pages"), "i32"),
+            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "parts_ptr": "*fp32", "words_ptr": "*i32",
+            **dict.fromkeys(("lists_ptr", "lengths_ptr", "table_ptr"), "*i32"),
+            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "H", "Tk", "pages", "pool"), "i32"),
             "scale": "fp32",
         },
-        "constexprs": {"GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "CAUSAL": True},
+        "constexprs": {
+            "ROOM": 4096, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "CAUSAL": True,
+        },
         "num_warps": 4,
     },
     _sparse_decode_kernel: {

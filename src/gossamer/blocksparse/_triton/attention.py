@@ -398,7 +398,6 @@ def operands(
         *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
         *p.own, kind, *own, *terms_of(relative, places), 1, precision["PRECISION"], precision["UPCAST"],
     )  # fmt: skip
-    relative = None if relative is None else relative.contiguous()
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     return Operands(q, k, v, bias, relative, places, lengths, elements, config)
 

@@ -286,7 +286,6 @@ def attention_stats(
     stats = lse.new_empty(b, h, 2, tiles * ROWS)
     sizes = (*grad.stride()[:3], h, t, d, tiles)
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
-    grad_lse = None if grad_lse is None else grad_lse.contiguous()
     args = (out, grad, lse, grad_lse, stats, *sizes)
     return stats, _attention_stats_kernel((b * h * tiles, 1, 1), args, meta, head=5)
 

@@ -117,7 +117,6 @@ def gather(
     strict: bool,
 ) -> Tensor:
     """Operator `blocksparse_gather`."""
-    values, index = values.contiguous(), index.contiguous()
     axis, inner, d_index, d, m_index, n_index, m, n = sizes
     capacity, height, width = index.shape
     out = torch.empty(index.shape, dtype=values.dtype, device=index.device)
@@ -139,7 +138,6 @@ def gather(
 
 def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tensor, sizes: list[int]) -> Tensor:
     """Operator `blocksparse_gather_reach`."""
-    index = index.contiguous()
     axis, inner, d_index, d, m_index, n_index, m, n, z = sizes
     capacity, height, width = index.shape
     tile = min(height, 2048 // width)

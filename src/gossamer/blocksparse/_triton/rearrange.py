@@ -111,7 +111,6 @@ def rearrange(
     tile: list[int],
 ) -> Tensor:
     """Operator `blocksparse_rearrange`."""
-    values = values.contiguous()
     capacity, h, w = values.shape
     height, width = block
     out = torch.empty(out_rows.shape[0], height, width, dtype=values.dtype, device=values.device)

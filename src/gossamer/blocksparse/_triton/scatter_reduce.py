@@ -378,8 +378,6 @@ def scatter_reduce(
     dtype: torch.dtype,
 ) -> Tensor:
     """Operator `blocksparse_scatter_reduce`."""
-    index, given, src = (None if t is None else t.contiguous() for t in (index, given, src))
-    assert index is not None
     shape = torch.Size((col_indices.shape[0], *index.shape[1:]))
     if shape.numel() == 0:
         return torch.empty(shape, dtype=dtype, device=index.device)

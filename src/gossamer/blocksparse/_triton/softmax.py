@@ -257,7 +257,6 @@ def softmax(
     scale: float,
 ) -> Tensor:
     """Operator `blocksparse_softmax`."""
-    values = values.contiguous()
     capacity, height, width = values.shape
     out = torch.empty_like(values)
     rows, last = max(launch.cdiv(m, height), 1), row_offsets.shape[0] - 1
@@ -282,7 +281,6 @@ def softmax(
 
 def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Tensor, n: int, scale: float) -> Tensor:
     """Operator `blocksparse_softmax_bwd`."""
-    grad = grad.contiguous()
     capacity, height, width = out.shape
     dx, last = torch.empty_like(out), row_offsets.shape[0] - 1
     if not last:

@@ -102,7 +102,6 @@ def from_dense(
     x: Tensor, nnz: Tensor, row_indices: Tensor, col_indices: Tensor, positions: Tensor, height: int, width: int
 ) -> Tensor:
     """Operator `blocksparse_from_dense`."""
-    x = x.contiguous()
     m, n = x.shape[1:]
     capacity = col_indices.shape[0]
     out = torch.empty(capacity, height, width, dtype=x.dtype, device=x.device)
@@ -126,7 +125,6 @@ def to_dense(
     fill: float,
 ) -> Tensor:
     """Operator `blocksparse_to_dense`."""
-    values = values.contiguous()
     capacity, height, width = values.shape
     out = torch.empty(z, m, n, dtype=values.dtype, device=values.device)
     if out.numel():

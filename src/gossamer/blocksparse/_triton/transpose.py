@@ -63,7 +63,6 @@ def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tenso
 def turn_blocks(values: Tensor, nnz: Tensor, order: Tensor, dtype: torch.dtype, rest: bool = False) -> Tensor:
     """Transposed blocks in another order, and `rest`: what stands behind the last one instead of zeros. `dtype` is that
     of values, or int32 for int64, of which numbers beyond int32 become its ends."""
-    values = values.contiguous()
     capacity, height, width = values.shape
     out = torch.empty(capacity, width, height, dtype=dtype, device=values.device)
     meta = {"HEIGHT": height, "WIDTH": width, "REST": rest}

@@ -3,7 +3,8 @@
 import torch
 from torch import Tensor
 
-from gossamer.ffn.costs import CPU_DENSE, CPU_GROUP, sampled_groups
+from gossamer._core.ranges import span
+from gossamer.ffn.costs import CPU_DENSE, CPU_GROUP
 from gossamer.rowsparse._torch.linear_source import activate_, linear
 
 _BLOCK = 1 << 24
@@ -21,26 +22,19 @@ def sparse_ffn(
     up_weight: Tensor | None,
     up_bias: Tensor | None,
     down_weight: Tensor,
-    down_rows: Tensor | None,
     down_bias: Tensor | None,
     squared: bool,
     united: bool,
     step: int,
-    unknown: bool,
-    light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], zeros for groups of rows), the latter two [0]
-    where step is 0."""
+    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], or [0] where step is 0, and int32 [1]: of how many
+    rows the gate turned out to be dense, so that all of the block was multiplied)."""
     m, n = x.shape[0], gate_weight.shape[0]
     out = x.new_empty(m, down_weight.shape[0])
     nnz = torch.empty(m if step else 0, dtype=torch.int32)
-    # Columns of a weight are as far apart as its rows are long: of many groups, all of them take no longer.
-    if down_rows is None and down_weight.stride(0) == 1:
-        down_rows = down_weight.t()
-    strided = down_rows is None and m > CPU_GROUP
-    span = max(CPU_GROUP, _BLOCK // max(n, 1) // CPU_GROUP * CPU_GROUP)
-    for start in range(0, m, span):
-        block = slice(start, min(start + span, m))
+    whole, step_m = 0, max(CPU_GROUP, _BLOCK // max(n, 1) // CPU_GROUP * CPU_GROUP)
+    for start in range(0, m, step_m):
+        block = slice(start, min(start + step_m, m))
         z = _gate(x[block], gate_weight, gate_bias)
         z = torch.relu_(z) if threshold is None else activate_(z, threshold)
         if step:
@@ -48,9 +42,11 @@ def sparse_ffn(
         if squared:
             z *= z
         if _is_dense(z):
-            if up_weight is not None:
-                z *= linear(x[block], up_weight, up_bias)
-            out[block] = linear(z, down_weight, down_bias)
+            with span("gossamer::ffn/dense"):
+                if up_weight is not None:
+                    z *= linear(x[block], up_weight, up_bias)
+                out[block] = linear(z, down_weight, down_bias)
+            whole += z.shape[0]
             continue
         for first in range(0, z.shape[0], CPU_GROUP):
             inner = slice(first, min(first + CPU_GROUP, z.shape[0]))
@@ -60,17 +56,8 @@ def sparse_ffn(
             if up_weight is not None:
                 bias = None if up_bias is None else up_bias[columns]
                 hidden *= linear(x[rows], up_weight.index_select(0, columns), bias)
-            if strided:
-                z[inner].index_copy_(1, columns, hidden)
-            elif down_rows is not None:
-                out[rows] = linear(hidden, down_rows.index_select(0, columns).t(), down_bias)
-            else:
-                # Row by row: `index_select` goes from column to column, and through all of the weight for each.
-                held = down_weight.gather(1, columns.expand(down_weight.shape[0], -1))
-                out[rows] = linear(hidden, held, down_bias)
-        if strided:
-            out[block] = linear(z, down_weight, down_bias)
-    return out, nnz, nnz.new_zeros(sampled_groups(m, step))
+            out[rows] = linear(hidden, _columns_of(down_weight, columns), down_bias)
+    return out, nnz, nnz.new_full((1,), whole)
 
 
 def _gate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -84,6 +71,13 @@ def _gate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     if whole < weight.shape[0]:
         out = torch.cat((out, x @ weight[whole:].t()), 1)
     return out if bias is None else out.add_(bias)
+
+
+def _columns_of(weight: Tensor, columns: Tensor) -> Tensor:
+    """Columns of a weight, by rows where it lies by rows: `index_select` would go through all of it for each column."""
+    if weight.stride(0) == 1:
+        return weight.t().index_select(0, columns).t()
+    return weight.gather(1, columns.expand(weight.shape[0], -1))
 
 
 def _columns(z: Tensor) -> Tensor:

@@ -1,8 +1,6 @@
 """What the kernels of a block read: its active entries as they were packed."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 from triton import language as tl
@@ -27,23 +25,6 @@ class Packed:
     values: Tensor
     indices: Tensor
     counts: Tensor
-
-
-def described(operands: Sequence[Tensor | None]) -> tuple[tuple[Any, ...], list[int | None], int]:
-    """(what launches follow from: shapes, strides and dtypes; addresses; these united bit by bit)"""
-    found: list[Any] = []
-    pointers: list[int | None] = []
-    united = 0
-    for t in operands:
-        if t is None:
-            found.append(None)
-            pointers.append(None)
-        else:
-            pointer = t.data_ptr()
-            found.append((t.shape, t.stride(), t.dtype))
-            pointers.append(pointer)
-            united |= pointer
-    return tuple(found), pointers, united
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

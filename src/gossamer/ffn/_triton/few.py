@@ -36,8 +36,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton._packed import described
-from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.ffn._triton.replay import Launched
 from gossamer.rowsparse._triton.overflow import dot
 
 ROWS = 16
@@ -312,64 +311,10 @@ with 256 columns of x at a time a block took 21.9 us, with 128 24.9. H100, 16 ro
 a time took 21.1 us in 8 warps, and 24.2 in 16."""
 
 
-_plans = launch.Plans()
-
-
 def _with_tensor_cores(x: Tensor) -> Tile:
     if not tuning.hopper(x.device):
         return MANY
     return HOPPER if x.shape[0] <= ROWS // 2 else HOPPER_MANY
-
-
-def few(
-    x: Tensor,
-    gate: tuple[Tensor, Tensor | None, Tensor | None],
-    up: tuple[Tensor | None, Tensor | None],
-    down: tuple[Tensor, Tensor | None],
-    squared: bool,
-    counted: bool,
-) -> tuple[Tensor, Tensor]:
-    """(out [M, D], entries of each row [M], or [0] if not `counted`). gate: weight [N, K], bias, threshold; up: weight,
-    bias; down: weight [D, N], bias; any strides. Host time is most of a step of decoding: what follows from shapes is
-    done once and kept as a plan."""
-    operands = (x, *gate, *up, *down)
-    m, d = x.shape[0], down[0].shape[0]
-    out = x.new_empty(m, d)
-    nnz = torch.empty(m if counted else 0, dtype=torch.int32, device=x.device)
-    if launch.INTERPRET:
-        return _launch(operands, out, nnz, squared, None)
-    index = x.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    found, pointers, united = described(operands)
-    key = (squared, counted, index, stream, tuning.tf32(), found)
-    plan = _plans.get(key, index, united)
-    if plan is None:
-        return _launch(operands, out, nnz, squared, key)
-    hidden, down_launch = plan.launches
-    *weights, down_weight, down_bias = pointers
-    lists = plan.addresses
-    # The two launches share the lists: another thread's pair on this stream must not come between them.
-    with plan.lock:
-        hidden(stream, *weights, *lists)
-        down_launch(stream, *lists, down_weight, down_bias, out.data_ptr(), nnz.data_ptr() if counted else None)
-    return out, nnz
-
-
-def _launch(
-    operands: tuple[Tensor | None, ...], out: Tensor, nnz: Tensor, squared: bool, key: tuple[object, ...] | None
-) -> tuple[Tensor, Tensor]:
-    """Launches, and keeps what repeats it under `key`, unless a copy was needed or a graph records it."""
-    x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
-    x, gate, up = (None if t is None else rows_contiguous(t) for t in (x, gate, up))
-    gate_bias, threshold, up_bias, down_bias = (
-        None if t is None else t.contiguous() for t in (gate_bias, threshold, up_bias, down_bias)
-    )
-    read = (x, gate, gate_bias, threshold, up, up_bias, down, down_bias)
-    counted = nnz.numel() > 0
-    launches, memory = project(read, out, nnz if counted else None, squared)
-    if key is not None and None not in launches and all(a is b for a, b in zip(read, operands, strict=True)):
-        _plans.keep(key, out.device, *launches, memory=memory)
-    return out, nnz
 
 
 def unit_of(*sizes: int) -> int:
@@ -379,9 +324,9 @@ def unit_of(*sizes: int) -> int:
 
 def project(
     operands: tuple[Tensor | None, ...], out: Tensor, nnz: Tensor | None, squared: bool, tile: Tile | None = None
-) -> tuple[tuple[launch.Bound | None, ...], tuple[Tensor | None, ...]]:
-    """Writes out, and where asked how many entries each row has. Operands as of the operator, x and the weights of gate
-    and up with contiguous rows. Returns the launches, bound to all but pointers, and the lists between them."""
+) -> list[Launched]:
+    """Writes out [M, D], and how many entries each row has [M] where `nnz` is not None. Operands as of the operator, x
+    and the weights of gate and up with contiguous rows."""
     x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
     assert x is not None and gate is not None and down is not None
     (m, k), n, d = x.shape, gate.shape[0], out.shape[1]
@@ -404,11 +349,12 @@ def project(
     meta = {"BLOCK_N": block_n, "BLOCK_K": block_k, "BLOCK_U": block_u, "ROWS": rows, "SQUARED": squared}
     strides = (x.stride(0), gate.stride(0), 0 if up is None else up.stride(0))
     meta |= {"DEPENDENT": follows, "PRECISION": precision if dots else "none", "UNIT": unit_of(k, *strides)}
-    args = (x, gate, gate_bias, threshold, up, up_bias, *lists, *strides, m, n, k)
+    heads: tuple[Any, ...] = (x, gate, gate_bias, threshold, up, up_bias, *lists)
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
-    first = _few_hidden_kernel(grid, args, meta, head=9, **options)
+    bound = _few_hidden_kernel(grid, (*heads, *strides, m, n, k), meta, head=9, **options)
+    first = Launched(bound, heads)
     slots, block_d, parts = tile.down
     stride_dd, stride_dn = down.stride()
     by_rows = stride_dd > 1
@@ -417,12 +363,12 @@ def project(
     meta |= {"PARTS": parts, "DEPENDENT": follows, "BY_ROWS": by_rows}
     meta |= {"PRECISION": tuning.dot_precision(x, n)["PRECISION"] if dots else "none"}
     meta |= {"UNIT": unit_of(d, 0 if by_rows else stride_dn)}
-    args = (*lists, down, down_bias, out, nnz, programs, stride_dn, stride_dd, m, d)
+    heads = (*lists, down, down_bias, out, nnz)
     grid = (launch.cdiv(d, block_d), 1, 1)
     warps, registers = tile.down_launch
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": registers, "launch_pdl": follows}
-    second = _few_down_kernel(grid, args, meta, head=7, **options)
-    return (first, second), lists
+    bound = _few_down_kernel(grid, (*heads, programs, stride_dn, stride_dd, m, d), meta, head=7, **options)
+    return [first, Launched(bound, heads)]
 
 
 _LISTS = {"columns_ptr": "*i32", "values_ptr": "*bf16", "entries_ptr": "*i32"}

@@ -26,6 +26,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
+from gossamer.ffn._triton.replay import Launched
 from gossamer.ffn.costs import GROUP, MANY
 
 GROUPED = tl.constexpr(GROUP)
@@ -44,14 +45,13 @@ def locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE: tl.constex
 @launch.kernel(do_not_specialize=["tiles"])
 def _ffn_gather_kernel(
     values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
-    heavy_ptr, heavy_x_ptr, taken_ptr, tiles, K, D,
+    heavy_ptr, taken_ptr, tiles, K, D,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, SQUARED: tl.constexpr,
     BLOCK_T: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
-    the words before LISTED, then the rows that are listed; heavy_x_ptr takes the rows of x in that order. Where
-    `taken_ptr` is not 0 for a group of rows, others see to it. STAGES steps are on their way at once, all but one of
-    them in shared memory."""
+    the words before LISTED, then the rows that are listed. Where `taken_ptr` is not 0 for a group of rows, others see
+    to it. STAGES steps are on their way at once, all but one of them in shared memory."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -68,11 +68,6 @@ def _ffn_gather_kernel(
         if first_program:
             place = tl.atomic_add(heavy_ptr, 1, sem="relaxed")
             tl.store(heavy_ptr + LISTED + place, row.to(tl.int32))
-            if heavy_x_ptr is not None:
-                for first in range(0, K, 1024):
-                    k = first + tl.arange(0, 1024)
-                    x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-                    tl.store(heavy_x_ptr + place.to(tl.int64) * K + k, x, mask=k < K)
     else:
         mine = True
         if taken_ptr is not None:
@@ -162,16 +157,14 @@ def gather(
     down: tuple[Tensor, Tensor | None],
     out: Tensor,
     nnz: Tensor,
-    heavy: tuple[Tensor, Tensor | None],
+    heavy: Tensor,
     taken: Tensor | None,
     squared: bool,
     choice: Choice | None = None,
-) -> tuple[launch.Bound | None, launch.Bound | None, int]:
-    """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries. Returns
-    the launches, bound to all but pointers, the second None where there is none, and how many parts a row has.
+) -> list[Launched]:
+    """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries.
 
-    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: what `heavy.start` made, and where the
-    rows of x are wanted as well, [M, K].
+    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: the list, still empty.
     """
     (m, tiles, _), (down_weight, down_bias) = packed.values.shape, down
     up_weight, up_bias = up or (None, None)
@@ -192,18 +185,19 @@ def gather(
         "DEPENDENT": tuning.dependent_launch(x.device),
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
-    args = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
-    args += (*heavy, taken, tiles, k, d)
+    heads = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
+    heads += (heavy, taken)
     follows = tuning.dependent_launch(x.device)
     options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
-    first = _ffn_gather_kernel((m, slices, parts), args, meta, head=13, **options)
-    second = None
+    bound = _ffn_gather_kernel((m, slices, parts), (*heads, tiles, k, d), meta, head=len(heads), **options)
+    launched = [Launched(bound, heads)]
     if parts > 1:
         block = min(1024, launch.next_power_of_2(d))
         grid = (m, launch.cdiv(d, block), 1)
         meta = {"BLOCK_D": block, "PARTS": parts}
-        second = _ffn_sum_kernel(grid, (whole, down_bias, out, d), meta, num_warps=4, head=3)
-    return first, second, parts
+        bound = _ffn_sum_kernel(grid, (whole, down_bias, out, d), meta, num_warps=4, head=3)
+        launched.append(Launched(bound, (whole, down_bias, out)))
+    return launched
 
 
 def stages_and_registers(k: int, d: int, size: int, warps: int, choice: Choice) -> tuple[int, int | None]:
@@ -220,7 +214,7 @@ EXAMPLES = {
         "signature": {
             "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "x_ptr": "*bf16", "up_ptr": "*bf16",
             "up_bias_ptr": "*bf16", "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16",
-            "nnz_ptr": "*i32", "heavy_ptr": "*i32", "heavy_x_ptr": "*bf16", "taken_ptr": "*i32",
+            "nnz_ptr": "*i32", "heavy_ptr": "*i32", "taken_ptr": "*i32",
             **dict.fromkeys(("tiles", "K", "D"), "i32"),
         },
         "constexprs": {

@@ -6,12 +6,6 @@ rows of x are gathered by the list, 128 to a tile, the rows between the two prod
 result's rows go where the list says. The gate is computed again, for the slots of such rows do not hold all of it.
 A program that draws a tile of the second product waits for the first: its tiles were all drawn before, by programs that
 are at work, so that none waits for one that has not begun.
-
-On Hopper, where rows have been heavy and are 4,096 or more, `gather` copies the rows of x as it lists them, and the
-gated product of `gemm` multiplies them at its speed, as many as there are: three launches instead of one. It reads
-rows of W_down, and where that stands column by column a copy is made if any row is heavy: of 16,384 rows, 2,458 of them
-heavy, a block then took 1,486 us by columns and 1,482 by rows (H100). Through the tiles of Triton those by columns had
-taken 1,535 us, and those by rows Hopper's way 1,427 (both in one run on an H200).
 """
 
 import triton
@@ -21,10 +15,17 @@ from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED
-from gossamer.gemm._triton.linear_glu import origin_of
-from gossamer.gemm.aligned import readable
-from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
+from gossamer.ffn._triton.replay import Launched
 from gossamer.rowsparse._triton.overflow import SUMMED, dot, summed_apart
+
+
+@triton.jit
+def origin_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
+    """(row tile, column tile): GROUP_M row tiles take turns with a column tile, so that both stay in the L2."""
+    in_group = GROUP_M * tiles_n
+    first = tile // in_group * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    return first + tile % in_group % height, tile % in_group // height
 
 
 @triton.jit
@@ -132,32 +133,6 @@ def _ffn_heavy_kernel(
             number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
 
 
-@launch.kernel(do_not_specialize=["limit", "most", "count"])
-def _ffn_start_kernel(heavy_ptr, counts_ptr, limit, most, count, BLOCK: tl.constexpr):
-    """An empty list and its limit; below any count where a sample of `count` counts adds up to more than `most`."""
-    if counts_ptr is not None:
-        total = tl.zeros([BLOCK], tl.int32)
-        for first in range(0, count, BLOCK):
-            at = first + tl.arange(0, BLOCK)
-            total += tl.load(counts_ptr + at, mask=at < count, other=0).to(tl.int32)
-        limit = tl.where(tl.sum(total, axis=0) > most, -(1 << 30), limit)
-    tl.store(heavy_ptr, 0)
-    tl.store(heavy_ptr + 1, limit)
-    tl.store(heavy_ptr + 2, 0)
-    tl.store(heavy_ptr + 3, 0)
-
-
-@launch.kernel
-def _ffn_put_rows_kernel(heavy_ptr, rows_ptr, out_ptr, D, BLOCK: tl.constexpr):
-    """Programs share the listed rows, which go where they belong."""
-    for at in range(tl.program_id(0), tl.load(heavy_ptr), tl.num_programs(0)):
-        row = tl.load(heavy_ptr + LISTED + at).to(tl.int64)
-        for first in range(0, D, BLOCK):
-            d = first + tl.arange(0, BLOCK)
-            values = tl.load(rows_ptr + tl.cast(at, tl.int64) * D + d, mask=d < D, other=0.0)
-            tl.store(out_ptr + row * D + d, values, mask=d < D)
-
-
 def tile_for(m: int, n: int, k: int, weight: Tensor) -> tuple[dict[str, object], int, int]:
     """(tile, warps, stages) of products along k and along n."""
     half = weight.element_size() == 2
@@ -169,81 +144,34 @@ def tile_for(m: int, n: int, k: int, weight: Tensor) -> tuple[dict[str, object],
     return meta, 4 if half and tile is not wide else 8, 3
 
 
-def start(listed: Tensor, limit: int, counts: Tensor | None, most: int) -> None:
-    """An empty list in int32 [LISTED + M]: 0 rows are listed; the limit, below 0 where the counts of a sample add up to
-    more than `most`; 0 tiles are drawn, and 0 done."""
-    size = 0 if counts is None else counts.numel()
-    args = (listed, counts, limit, most, size)
-    _ffn_start_kernel((1, 1, 1), args, {"BLOCK": 1024}, num_warps=4)
+def start(listed: Tensor, limit: int) -> None:
+    """An empty list in int32 [LISTED + M]: 0 rows are listed, the limit, 0 tiles are drawn, and 0 done."""
+    listed[: LISTED.value].zero_()
+    listed[1].fill_(limit)
 
 
 def project(
-    heavy: tuple[Tensor, Tensor | None],
+    listed: Tensor,
     x: Tensor,
     gate: tuple[Tensor, Tensor | None, Tensor | None],
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
-    down_weight: Tensor,
     out: Tensor,
     squared: bool,
-) -> launch.Bound | None:
-    """Writes the rows of `out` that `heavy` lists, with their rows of x if `wants_rows`. Returns the launch, bound to
-    all but pointers, where it is a single one.
-
-    gate: weight [N, K], bias, threshold; down: weight [N, D], bias; all contiguous. down_weight: [D, N], any strides.
-    """
+) -> Launched:
+    """Writes the rows of `out` that are listed. gate: weight [N, K], bias, threshold; up: weight [N, K], bias; down:
+    weight [N, D], bias; all contiguous."""
     (m, k), n, d = x.shape, gate[0].shape[0], out.shape[1]
-    listed, rows = heavy
-    hidden = x.new_empty(m, n)
-    if rows is not None and up is not None:
-        from gossamer.gemm._gluon import linear_glu as hopper
-
-        activation = "relu2" if squared else "relu"
-        hopper.launch_linear_glu(rows, gate[0], up[0], gate[1], up[1], activation, None, hidden, None, listed)
-        if not readable(down_weight):
-            down_weight = x.new_empty(d, n)
-            launch_dense_transpose(down[0], down_weight, False, listed)
-        # A product of one weight, whose rows are taken for two, each with half of the result.
-        half, bias = d // 2, down[1]
-        result = x.new_empty(m, d)
-        first, second = (None, None) if bias is None else (bias[:half], bias[half:])
-        weights, halves = (down_weight[:half], down_weight[half:]), (result[:, :half], result[:, half:])
-        hopper.launch_linear_glu(hidden, *weights, first, second, "identity", None, None, halves, listed)
-        grid = (min(m, 16 * tuning.programs(x.device)), 1, 1)
-        _ffn_put_rows_kernel(grid, (listed, result, out, d), {"BLOCK": 1024}, num_warps=4)
-        return None
-    up_weight, up_bias = up or (None, None)
     meta, warps, stages = tile_for(m, n, k, gate[0])
     follows = tuning.dependent_launch(x.device)
     meta |= {"SQUARED": squared, "DEPENDENT": follows, **tuning.dot_precision(x, max(k, n))}
-    args = (listed, x, *gate, up_weight, up_bias, hidden, *down, out, n, k, d)
-    grid = (2 * tuning.programs(x.device), 1, 1)
-    return _ffn_heavy_kernel(grid, args, meta, num_warps=warps, num_stages=stages, launch_pdl=follows, head=11)
-
-
-def wants_rows(
-    x: Tensor, gate: tuple[Tensor, Tensor | None, Tensor | None], up_weight: Tensor | None, down_weight: Tensor
-) -> bool:
-    """Whether Hopper's kernel of a gated product computes heavy rows, which takes a copy of their rows of x."""
-    if launch.INTERPRET or not tuning.hopper(x.device) or up_weight is None or gate[2] is not None:
-        return False
-    d, n = down_weight.shape
-    return d % 16 == 0 and n % 8 == 0 and all(map(readable, (x, gate[0], up_weight)))
+    heads = (listed, x, *gate, *(up or (None, None)), x.new_empty(m, n), *down, out)
+    grid, options = (2 * tuning.programs(x.device), 1, 1), {"num_warps": warps, "num_stages": stages}
+    bound = _ffn_heavy_kernel(grid, (*heads, n, k, d), meta, launch_pdl=follows, head=len(heads), **options)
+    return Launched(bound, heads)
 
 
 EXAMPLES = {
-    _ffn_start_kernel: {
-        "signature": {
-            "heavy_ptr": "*i32", "counts_ptr": "*i16", **dict.fromkeys(("limit", "most", "count"), "i32"),
-        },
-        "constexprs": {"BLOCK": 1024},
-        "num_warps": 4,
-    },
-    _ffn_put_rows_kernel: {
-        "signature": {"heavy_ptr": "*i32", "rows_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},
-        "constexprs": {"BLOCK": 1024},
-        "num_warps": 4,
-    },
     _ffn_heavy_kernel: {
         "signature": {
             "heavy_ptr": "*i32", "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16",

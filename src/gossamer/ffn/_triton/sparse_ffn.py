@@ -1,33 +1,30 @@
 """A feed-forward block whose gate is packed as it is computed, and what its rows need after that.
 
-The gate is packed tile by tile (`gemm.linear_pack`). Then every row takes one of three ways, by counts that only the
-device knows: the weights of its entries are gathered (`gather`), or those of the union of its group's entries
-(`union`), or it goes through dense tiles (`heavy`). All kernels are launched, and leave at once where nothing is left
-to them. Few rows have kernels of their own (`few`).
-
-Calls that launch the same are repeated by a plan, with one piece of memory for all that lies between the kernels. With
-2,048 rows the host took nearly five times as long as the device before (H200, PyTorch 2.11).
+The gate is packed tile by tile (`gemm.linear_pack`). Then one of three kernels computes a row, by counts that only the
+device knows: it gathers the weights of the row's entries (`gather`), or those of the union of its group's entries
+(`union`), or multiplies in dense tiles (`heavy`). All kernels are launched, and leave at once where nothing is left to
+them. Few rows have kernels of their own (`few`). Calls that launch the same are repeated (`replay`).
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer._core import launch, tuning
-from gossamer.ffn._triton import few, gather, heavy, union
-from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed, described
-from gossamer.ffn.costs import MANY, costs_of, sampled_groups
+from gossamer._core import launch
+from gossamer.ffn._triton import few, gather, heavy, replay, union
+from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
+from gossamer.ffn._triton.replay import Launched
+from gossamer.ffn.costs import costs_of, sampled_groups
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
-from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
+from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose, rows_contiguous
 
 BLOCK = 1 << 16
 """Rows that are on their way at one time."""
-SAMPLE = 256
-"""Rows whose gate tells how dense the others are."""
 
-_plans = launch.Plans()
+Operands = tuple[Tensor | None, ...]
+"""x [M, K]; weight [N, K], bias and threshold of the gate; weight [N, K] and bias of up; weight [D, N] and bias of
+down."""
 
 
 def sparse_ffn(
@@ -38,178 +35,113 @@ def sparse_ffn(
     up_weight: Tensor | None,
     up_bias: Tensor | None,
     down_weight: Tensor,
-    down_rows: Tensor | None,
     down_bias: Tensor | None,
     squared: bool,
     united: bool,
     step: int,
-    unknown: bool,
-    light: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all), the
-    latter two [0] where step is 0. `unknown`: a sample of rows decides whether all of them go through dense tiles.
-    `light`: heavy rows are not expected, and may take longer."""
+    latter two [0] where step is 0."""
     m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
-    if 0 < m <= few.ROWS and n and d:
-        down = (down_weight if down_rows is None else down_rows.t(), down_bias)
-        gate = (gate_weight, gate_bias, threshold)
-        out, nnz = few.few(x, gate, (up_weight, up_bias), down, squared, step > 0)
-        return out, nnz, nnz.new_zeros(sampled_groups(m, step)) if step else torch.empty_like(nnz)
-    light = light or m < MANY
-    operands = (x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_rows, down_bias)
-    key = None
-    if light and not (step or unknown or launch.INTERPRET):
-        described_by, pointers, addresses = described(operands)
-        key = (squared, united, x.dtype, x.device.index, tuning.tf32(), described_by)
-        plan = _plans.get(key, x.device.index, addresses)
-        if plan is not None:
-            out = x.new_empty(m, d)
-            _repeat(plan.launches, operands, pointers, out)
-            none = torch.empty(0, dtype=torch.int32, device=x.device)
-            return out, none, torch.empty_like(none)
-    out = x.new_empty(m, d)
-    nnz = torch.empty(m, dtype=torch.int32, device=x.device)
-    sizes = nnz.new_empty(sampled_groups(m, step))
-    if m == 0 or d == 0 or n == 0:
+    operands = (x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_bias)
+    is_few, out = m <= few.ROWS, x.new_empty(m, d)
+    nnz = torch.empty(m if step else 0, dtype=torch.int32, device=x.device)
+    if m == 0 or n == 0 or d == 0:
         out.copy_(out.new_zeros(d) if down_bias is None else down_bias)
-        return out, nnz.zero_() if step else nnz.new_empty(0), sizes.zero_()
-    gate_bias, threshold, up_bias, down_bias = (_contiguous(t) for t in (gate_bias, threshold, up_bias, down_bias))
-    gate = (gate_weight.contiguous(), gate_bias, threshold)
-    up = None if up_weight is None else (up_weight.contiguous(), up_bias)
-    if down_rows is None and down_weight.t().is_contiguous():
-        down_rows = down_weight.t()
-    turned = known = down_rows is not None
-    down = (x.new_empty(n, d) if down_rows is None else down_rows.contiguous(), down_bias)
-    x = x.contiguous()
-    for first in range(0, m, BLOCK):
-        part = slice(first, min(first + BLOCK, m))
+        return out, nnz.zero_(), nnz.new_zeros(sampled_groups(m, step))
+    results = (out, nnz) if step else (out,)
+    # Groups are counted in one call of many; that one is not repeated.
+    sizes = nnz.new_zeros(sampled_groups(m, step)) if is_few and step else nnz.new_empty(sampled_groups(m, step))
+    call = None
+    if not launch.INTERPRET and (is_few or (step == 0 and m <= BLOCK)):
+        call = replay.call_of(operands, squared, united and not is_few, step > 0)
+        if replay.repeat(call, operands, results):
+            return out, nnz, sizes
+    read = _readable(operands, is_few)
+    if is_few:
+        launched = few.project(read, out, nnz if step else None, squared)
+    else:
+        launched = _many(read, out, nnz if step else nnz.new_empty(m), sizes, squared, united, step)
+    if call is not None and all(a is b for a, b in zip(operands, read, strict=True)):
+        replay.record(call, operands, results, launched)
+    return out, nnz, sizes
+
+
+def _readable(operands: Operands, is_few: bool) -> Operands:
+    """The operands, or copies of what kernels do not read as it lies: few rows read W_down in any layout, and rows of x
+    and of the other weights that are contiguous each."""
+    *first, down_weight, down_bias = operands
+    rows = rows_contiguous if is_few else Tensor.contiguous
+    read = [None if t is None else rows(t) if t.dim() == 2 else t.contiguous() for t in (*first, down_bias)]
+    return *read[:-1], down_weight, read[-1]
+
+
+def _many(
+    operands: Operands,
+    out: Tensor,
+    nnz: Tensor,
+    sizes: Tensor,
+    squared: bool,
+    united: bool,
+    step: int,
+) -> list[Launched | None]:
+    """Writes out and nnz for any number of rows, BLOCK at a time, and sizes where step is not 0."""
+    x, *gate, up_weight, up_bias, down_weight, down_bias = operands
+    assert x is not None and down_weight is not None
+    launched: list[Launched | None] = []
+    by_columns = down_weight.t().is_contiguous()
+    down_rows = down_weight.t() if by_columns else down_weight.new_empty(down_weight.shape[1], out.shape[1])
+    up = None if up_weight is None else (up_weight, up_bias)
+    for first in range(0, x.shape[0], BLOCK):
+        part = slice(first, min(first + BLOCK, x.shape[0]))
         some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
-        results = (out[part], nnz[part], sizes[some])
-        weights = (gate, up, down, down_weight)
-        launches = _block(x[part], *weights, turned, squared, united, step, unknown, light, results)
-        turned = True
-    own = (x, *gate, *(up or (None, None)), down_weight, down[0] if known else None, down[1])
-    if key is not None and launches is not None and m <= BLOCK and _same_memory(operands, own):
-        _plans.keep(key, x.device, *launches)
-    return out, nnz if step else nnz.new_empty(0), sizes
-
-
-def _contiguous(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.contiguous()
-
-
-def _same_memory(given: Sequence[Tensor | None], read: Sequence[Tensor | None]) -> bool:
-    """Whether nothing had to be copied; `down_rows` may have been made of `down_weight` by a view."""
-    return all(
-        b is None or (a if a is not None else given[6]).data_ptr() == b.data_ptr()  # type: ignore[union-attr]
-        for a, b in zip(given, read, strict=True)
-    )
-
-
-class _Repeated(NamedTuple):
-    """What a plan needs beside its launches: `inputs` makes the first one's descriptors; sizes are the bytes of values,
-    indices and counts, of the list of heavy rows, of counts of entries, of parts of rows, of heavy rows' hidden
-    activations, of a transposed weight, and of what `union.Unions` keeps in memory."""
-
-    inputs: Callable[[Tensor, Tensor], tuple[Any, Any]]
-    sizes: tuple[int, ...]
-
-
-def _repeat(launches: Sequence[Any], operands: Sequence[Any], pointers: Sequence[int | None], out: Tensor) -> None:
-    """Launches what `_block` did, with one piece of memory for all that lies between."""
-    pack, turns, gathers, sums, projects, unions, (inputs, sizes) = launches
-    room = torch.empty(sum(sizes), dtype=torch.uint8, device=out.device)
-    at, parts = room.data_ptr(), []
-    for size in sizes:
-        parts.append(at)
-        at += size
-    packed, (listed, nnz, whole, hidden, rows), united = parts[:3], parts[3:8], parts[8:]
-    x, gate, gate_bias, threshold, up, up_bias, down_weight, down, down_bias = pointers
-    down, result = rows if turns is not None else down or down_weight, out.data_ptr()
-    stream = torch._C._cuda_getCurrentRawStream(out.device.index)
-    pack(stream, *inputs(operands[0], operands[1]), gate_bias, threshold, None, None, None, *packed, listed)
-    if turns is not None:
-        turns(stream, down_weight, rows)
-    target, taken = result if sums is None else whole, None
-    if united:
-        *_, columns, values, taken = united
-        unions[0](stream, *packed, *united)
-    gathers(stream, *packed, x, up, up_bias, down, down_bias, target, nnz, listed, None, taken)
-    if sums is not None:
-        sums(stream, whole, down_bias, result)
-    if united:
-        if unions[1] is not None:
-            unions[1](stream, x, up, up_bias, columns, taken, values)
-        unions[2](stream, values, down, down_bias, columns, taken, packed[2], result)
-    projects(stream, listed, x, gate, gate_bias, threshold, up, up_bias, hidden, down, down_bias, result)
+        results, down = (out[part], nnz[part], sizes[some]), (down_rows, down_bias)
+        source = None if by_columns or first else down_weight
+        launched += _block(x[part], tuple(gate), up, down, source, squared, united, step, results)
+    return launched
 
 
 def _block(
     x: Tensor,
-    gate: tuple[Tensor, Tensor | None, Tensor | None],
+    gate: tuple[Any, ...],
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
-    down_weight: Tensor,
-    turned: bool,
+    source: Tensor | None,
     squared: bool,
     united: bool,
     step: int,
-    unknown: bool,
-    light: bool,
     results: tuple[Tensor, Tensor, Tensor],
-) -> tuple[Any, ...] | None:
-    """Fills down with the transpose of down_weight unless it is `turned` already. Returns what repeats these launches
-    where `_repeat` can."""
+) -> list[Launched | None]:
+    """The launches of one block of rows. The weight of down is [N, D] here, the transpose of `source` where that is
+    given: this fills it."""
     (m, k), n, (out, nnz, sizes) = x.shape, gate[0].shape[0], results
-    cost = costs_of(n, k, out.shape[1], up is not None, x)
-    copied = not light and heavy.wants_rows(x, gate, None if up is None else up[0], down_weight)
-    sample, most = None, 0
+    limit = costs_of(n, k, out.shape[1], up is not None, x).limit
     listed = torch.empty(LISTED.value + m, dtype=torch.int32, device=x.device)
-    if unknown and copied and step == 0:
-        some = x[:: m // SAMPLE][:SAMPLE]
-        sample, most = pack(some, *gate)[0].counts, int(SAMPLE * cost.break_even(m))
-        heavy.start(listed, cost.limit, sample, most)
-        packed, packs = pack(x, *gate, skip=listed[1:])
-    else:
-        packed, packs = pack(x, *gate, words=(listed, cost.limit))
-        if packs is None:
-            heavy.start(listed, cost.limit, None, 0)
-    turns = None
-    if not turned:
-        # Where Hopper packs, on the multiprocessors that have no more tiles.
-        if down_weight.stride(1) == 1:
-            turns = launch_dense_transpose(down_weight, down[0], packs is not None)
-        else:
-            down[0].copy_(down_weight.t())
-    unions = taken = None
+    packed, packs = pack(x, *gate, words=(listed, limit))
+    if packs.bound is None:
+        heavy.start(listed, limit)
+    launched: list[Launched | None] = [packs]
+    if source is not None:
+        launched.append(_turned(source, down[0], packs.bound is not None))
+    unions = None
     if step and not (united and step == 1):
-        union.count(packed, cost.limit, step, n, sizes)
+        union.count(packed, limit, step, n, sizes)
     if united:
-        unions = union.unite(packed, cost.limit, n, squared, sizes if step == 1 else None)
-        taken = unions.sizes
-    rows = (listed, torch.empty_like(x) if copied else None)
-    gathers, sums, parts = gather.gather(packed, x, up, down, out, nnz, rows, taken, squared)
-    shared: tuple[launch.Bound | None, ...] = ()
+        unions = union.unite(packed, limit, n, squared, sizes if step == 1 else None)
+        launched.append(unions.launched)
+    taken = None if unions is None else unions.sizes
+    launched += gather.gather(packed, x, up, down, out, nnz, listed, taken, squared)
     if unions is not None:
-        shared = (unions.launch, *union.project(unions, packed, cost.limit, x, up, down, out))
-    projects = heavy.project(rows, x, gate, up, down, down_weight, out, squared)
-    needed = (packs, gathers, projects, *shared[::2])
-    if None in needed or not _aligned(x, gate[0]) or (turns is None and not turned):
-        return None
-    from gossamer.gemm._gluon.linear_pack import descriptors
-
-    whole = 4 * m * parts * out.shape[1] if sums is not None else 0
-    between = (packed.values, packed.indices, packed.counts, listed, nnz)
-    sizes_of = [*(t.nbytes for t in between), whole, m * n * x.element_size(), 0 if turned else down[0].nbytes]
-    sizes_of += [] if unions is None else [t.nbytes for t in unions.memory]
-    # Every part begins on 256 bytes, as the allocator's would.
-    repeated = _Repeated(descriptors, tuple(-(-size // 256) * 256 for size in sizes_of))
-    return packs, turns, gathers, sums, projects, shared, repeated
+        launched += union.project(unions, packed, limit, x, up, down, out)
+    return [*launched, heavy.project(listed, x, gate, up, down, out, squared)]
 
 
-def _aligned(*operands: Tensor) -> bool:
-    """Whether rows begin on 16 bytes, so that Hopper's kernel read the operands themselves."""
-    return all((t.data_ptr() | t.stride(0) * t.element_size()) % 16 == 0 for t in operands)
+def _turned(weight: Tensor, out: Tensor, beside: bool) -> Launched:
+    """Fills out with weight.t(); where Hopper packs, on the multiprocessors that have no more tiles."""
+    if weight.stride(1) == 1:
+        return Launched(launch_dense_transpose(weight, out, beside), (weight, out))
+    out.copy_(weight.t())
+    return Launched(None, ())
 
 
 def pack(
@@ -218,18 +150,22 @@ def pack(
     bias: Tensor | None,
     threshold: Tensor | None,
     *,
-    skip: Tensor | None = None,
     words: tuple[Tensor | None, int] = (None, 0),
-) -> tuple[Packed, launch.Bound | None]:
-    """The active entries of act(x @ weight.T + bias); on Hopper none where `skip` is below 0. Words, and what comes
-    beside the entries, as of `launch_linear_pack`."""
+) -> tuple[Packed, Launched]:
+    """The active entries of act(x @ weight.T + bias). Words as of `launch_linear_pack`; they are left alone where the
+    launch is None."""
     m, n = x.shape[0], weight.shape[0]
     values = x.new_empty(m, launch.cdiv(n, TILE.value), SLOTS.value)
     indices = torch.empty_like(values, dtype=torch.uint8)
     counts = torch.empty(values.shape[:2], dtype=torch.int16, device=x.device)
     out = (values, indices, counts)
-    packs = launch_linear_pack(x, weight, bias, threshold, TILE.value, out, skip=skip, words=words)
-    return Packed(values, indices, counts), packs
+    bound = launch_linear_pack(x, weight, bias, threshold, TILE.value, out, words=words)
+    heads: tuple[Any, ...] = ()
+    if bound is not None:
+        from gossamer.gemm._gluon.linear_pack import descriptors
+
+        heads = (*descriptors(x, weight), bias, threshold, None, None, *out, words[0])
+    return Packed(values, indices, counts), Launched(bound, heads)
 
 
 EXAMPLES: dict[object, dict[str, object]] = {}

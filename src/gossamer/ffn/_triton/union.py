@@ -21,6 +21,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import SLOTS, TILE, Packed
+from gossamer.ffn._triton.replay import Launched
 from gossamer.ffn.costs import GROUP, PRICE, sampled_groups
 from gossamer.rowsparse._triton.overflow import dot
 
@@ -197,20 +198,12 @@ CHOICE = Choice()
 @dataclass(frozen=True)
 class Unions:
     """sizes: int32 [groups], 0 where rows are gathered one by one; columns and values at them: [groups, room], int32,
-    and [M, room]; ranks: [groups, room], int32; columns of each group, whether they pay or not, int32 [groups]. These
-    are what the launch, bound to all but pointers, writes."""
+    and [M, room]. These are what the launch writes."""
 
     sizes: Tensor
     columns: Tensor
     values: Tensor
-    ranks: Tensor
-    counted: Tensor
-    launch: launch.Bound | None
-
-    @property
-    def memory(self) -> tuple[Tensor, ...]:
-        """In the order in which the launch takes it."""
-        return self.ranks, self.counted, self.columns, self.values, self.sizes
+    launched: Launched
 
 
 def count(packed: Packed, limit: int, step: int, n: int, sizes: Tensor) -> None:
@@ -227,8 +220,8 @@ def unite(packed: Packed, limit: int, n: int, squared: bool, sizes: Tensor | Non
     taken = torch.empty(groups, dtype=torch.int32, device=packed.values.device)
     ranks, columns = taken.new_empty(groups, room), taken.new_empty(groups, room)
     counted, values = torch.empty_like(taken) if sizes is None else sizes, packed.values.new_empty(m, room)
-    bound = _launch_unite(packed, limit, 1, n, (ranks, counted, columns, values, taken), squared, choice)
-    return Unions(taken, columns, values, ranks, counted, bound)
+    memory = (ranks, counted, columns, values, taken)
+    return Unions(taken, columns, values, _launch_unite(packed, limit, 1, n, memory, squared, choice))
 
 
 def _room(n: int) -> int:
@@ -237,11 +230,12 @@ def _room(n: int) -> int:
 
 def _launch_unite(
     packed: Packed, limit: int, step: int, n: int, memory: tuple[Any, ...], squared: bool, choice: Choice
-) -> launch.Bound | None:
+) -> Launched:
     m, tiles, _ = packed.values.shape
-    args = (packed.values, packed.indices, packed.counts, *memory, limit, tiles, step, m, n, _room(n), choice.price)
+    heads = (packed.values, packed.indices, packed.counts, *memory)
+    args = (*heads, limit, tiles, step, m, n, _room(n), choice.price)
     meta = {**_meta(tiles), "BLOCK_S": 64, "BLOCK_N": 1024, "SQUARED": squared}
-    return _unite_kernel((memory[0].shape[0], 1, 1), args, meta, num_warps=8, head=8)
+    return Launched(_unite_kernel((memory[0].shape[0], 1, 1), args, meta, num_warps=8, head=8), heads)
 
 
 def _meta(tiles: int) -> dict[str, int]:
@@ -257,30 +251,33 @@ def project(
     down: tuple[Tensor, Tensor | None],
     out: Tensor,
     choice: Choice = CHOICE,
-) -> tuple[launch.Bound | None, launch.Bound | None]:
+) -> list[Launched]:
     """Writes the light rows of `out` whose group has a union; overwrites the values of `unions`. x, up and down as in
-    `gather`. Returns the launches, bound to all but pointers, the first None without `up`."""
+    `gather`."""
     (m, room), tiles, d, (down_weight, down_bias) = unions.values.shape, packed.values.shape[1], out.shape[1], down
-    groups, first = unions.sizes.shape[0], None
+    groups, launched = unions.sizes.shape[0], []
     if up is not None:
         (weight, bias), k = up, x.shape[1]
         block_u, block_k = choice.up
         meta = {"GROUP": GROUP, "BLOCK_U": block_u, "BLOCK_K": block_k, "EVEN": k % block_k == 0}
         meta |= tuning.dot_precision(x, k)
-        args = (x, weight, bias, unions.columns, unions.sizes, unions.values, room, m, k)
+        heads: tuple[Any, ...] = (x, weight, bias, unions.columns, unions.sizes, unions.values)
         shares = min(choice.shares, launch.cdiv(room, block_u))
         warps, stages = choice.up_launch
-        first = _union_up_kernel((groups, shares, 1), args, meta, num_warps=warps, num_stages=stages, head=6)
+        options = {"num_warps": warps, "num_stages": stages}
+        bound = _union_up_kernel((groups, shares, 1), (*heads, room, m, k), meta, head=6, **options)
+        launched.append(Launched(bound, heads))
     block_u, block_d = choice.down
     meta = {**_meta(tiles), "BLOCK_U": block_u, "BLOCK_D": block_d, "FLIP": choice.flip}
     # As if sums were long, for the union may be.
     meta = {**meta, **tuning.dot_precision(down_weight, room)}
     meta = {name: meta[name] for name in ("GROUP", "BLOCK_U", "BLOCK_D", "BLOCK_T", "FLIP", "PRECISION", "UPCAST")}
-    args = (unions.values, down_weight, down_bias, unions.columns, unions.sizes, packed.counts, out)
-    args += (limit, tiles, room, m, d)
+    heads = (unions.values, down_weight, down_bias, unions.columns, unions.sizes, packed.counts, out)
     warps, stages = choice.down_launch
     grid = (groups, launch.cdiv(d, block_d), 1)
-    return first, _union_down_kernel(grid, args, meta, num_warps=warps, num_stages=stages, head=7)
+    options = {"num_warps": warps, "num_stages": stages}
+    bound = _union_down_kernel(grid, (*heads, limit, tiles, room, m, d), meta, head=7, **options)
+    return [*launched, Launched(bound, heads)]
 
 
 _LIGHT = {"counts_ptr": "*i16", **dict.fromkeys(("limit", "tiles", "M"), "i32")}

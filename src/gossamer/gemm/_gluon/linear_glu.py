@@ -281,17 +281,13 @@ def consume(
 @gluon.jit(do_not_specialize=["M", "N", "tiles_m", "whole", "steps", "abreast"])
 def _linear_glu_kernel(
     x_desc, gate_desc, up_desc, out_desc, first_desc, second_desc, gate_bias_ptr, up_bias_ptr, grad_ptr, partial_ptr,
-    flags_ptr, count_ptr, stride_dm, stride_dn, M, N, tiles_m, whole, steps, abreast,
+    flags_ptr, stride_dm, stride_dn, M, N, tiles_m, whole, steps, abreast,
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """`first_desc` and `second_desc` take gate and up, or with `grad_ptr` their gradients, or are None. `count_ptr`
-    says how many of the rows there are, if only the device knows."""
+    """`first_desc` and `second_desc` take gate and up, or with `grad_ptr` their gradients, or are None."""
     GROUPS: gl.constexpr = x_desc.block_type.shape[0] // ROWS
     BLOCK_M: gl.constexpr = GROUPS * ROWS
     tiles_n = gl.cdiv(N, BLOCK_N)
-    if count_ptr is not None:
-        tiles_m = gl.cdiv(gl.load(count_ptr), BLOCK_M)
-        whole = tiles_m * tiles_n
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 2 * BLOCK_N, BLOCK_K], gate_desc.layout)
     out_layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -366,16 +362,12 @@ def launch_linear_glu(
     grad: Tensor | None,
     out: Tensor | None,
     gates: tuple[Tensor, Tensor] | None,
-    count: Tensor | None = None,
 ) -> None:
-    """Fills out and gates, which are gate and up, or with grad their gradients; with `count`, int32 [1], its first rows
-    alone."""
+    """Fills out and gates, which are gate and up, or with grad their gradients."""
     (m, k), n = x.shape, gate_weight.shape[0]
     block_m, stages = tile_rows(m)
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
     programs, whole, abreast = schedule(tiles_m, tiles_n, steps, x.device)
-    if count is not None:
-        programs, whole, abreast = tuning.programs(x.device), tiles_m * tiles_n, 1
     shared = whole < tiles_m * tiles_n
     flags = launch.counters.get(2 * programs, x.device) if shared else None
     partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
@@ -388,7 +380,7 @@ def launch_linear_glu(
     )
     written = None if out is None else descriptor_of(out, m, n, n, 64, 128)
     first, second = (None if t is None else descriptor_of(t, m, n, t.stride(0), 64, 128) for t in gates or (None, None))
-    args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, count, *grad_strides, m, n)
+    args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, *grad_strides, m, n)
     meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
     sizes = (tiles_m, whole, steps, abreast)
     _linear_glu_kernel((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
@@ -420,6 +412,6 @@ EXAMPLES = {
     _linear_glu_kernel: {
         "x_desc": [128, 64], "gate_desc": [128, 64], "up_desc": [128, 64], "out_desc": [64, 128], "first_desc": None,
         "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None, "flags_ptr": "*i32",
-        "count_ptr": None, "GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu", "maxnreg": 168,
+        "GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu", "maxnreg": 168,
     },
 }  # fmt: skip

@@ -276,17 +276,13 @@ def last_of(extent):
 @gluon.jit
 def multiply(
     bias_ptr, target, ring, handover, extent, GROUP: gl.constexpr, TRANSPOSED: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, SLOTS: gl.constexpr, MAY_SKIP: gl.constexpr,
+    STAGES: gl.constexpr, SLOTS: gl.constexpr,
 ):  # fmt: skip
     """Warpgroup GROUP, which packs its half of the last tile itself: it has nothing left to multiply, and four warps
     take a quarter of the time."""
     consume(bias_ptr, target[3], ring, handover, extent, GROUP, TRANSPOSED, GROUP_M, STAGES)
     last, turn = last_of(extent)
-    if MAY_SKIP:
-        if extent[0] > 0:
-            pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
-    else:
-        pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
+    pack_tile(target, handover, last, turn, extent, GROUP, GROUP_M, SLOTS, 4)
 
 
 @gluon.jit
@@ -323,18 +319,15 @@ def follow(words_ptr, second):
 @launch.Kernel
 @gluon.jit(do_not_specialize=["M", "tiles_m", "tiles_n", "steps", "second"])
 def _linear_pack_kernel(
-    x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, skip_ptr, values_ptr, indices_ptr, counts_ptr,
+    x_desc, w_desc, bias_ptr, threshold_ptr, bounds_ptr, factors_ptr, values_ptr, indices_ptr, counts_ptr,
     words_ptr, M, N, tiles_m, tiles_n, steps, second,
     TRANSPOSED: gl.constexpr, SLOTS: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """With TRANSPOSED W is [N, K], as in nn.Linear, otherwise [K, N]. An entry exceeds the threshold of its column, or
-    the bound of its row, which a factor of its column may multiply. Nothing is done where `skip_ptr` is below 0.
+    the bound of its row, which a factor of its column may multiply.
     words_ptr: four words of the kernel that follows, which are to be 0, `second`, 0 and 0 when it begins."""
     if words_ptr is not None:
         follow(words_ptr, second)
-    MAY_SKIP: gl.constexpr = skip_ptr is not None
-    if MAY_SKIP:
-        tiles_m = gl.where(gl.load(skip_ptr) < 0, 0, tiles_m)
     ring, handover = prepare(x_desc, w_desc, STAGES)
     inputs = (x_desc, w_desc)
     target = ((values_ptr, indices_ptr, counts_ptr), (threshold_ptr, bounds_ptr, factors_ptr), M, N)
@@ -342,8 +335,8 @@ def _linear_pack_kernel(
     # The three warps that do not multiply share a warpgroup, and so its registers: 88 a thread, for 208 of the others.
     gl.warp_specialize(
         [
-            (multiply, (bias_ptr, target, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES, SLOTS, MAY_SKIP)),
-            (multiply, (bias_ptr, target, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES, SLOTS, MAY_SKIP)),
+            (multiply, (bias_ptr, target, ring, handover, extent, 0, TRANSPOSED, GROUP_M, STAGES, SLOTS)),
+            (multiply, (bias_ptr, target, ring, handover, extent, 1, TRANSPOSED, GROUP_M, STAGES, SLOTS)),
             (produce, (inputs, ring, extent, TRANSPOSED, GROUP_M, STAGES)),
             (pack, (target, handover, extent, 0, GROUP_M, SLOTS)),
             (pack, (target, handover, extent, 1, GROUP_M, SLOTS)),
@@ -370,29 +363,26 @@ def launch_linear_pack(
     out: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
-    skip: Tensor | None = None,
     words: tuple[Tensor | None, int] = (None, 0),
 ) -> launch.Bound | None:
-    """Fills out: values and indices [M, T, slots], counts [M, T]; slots without an entry are not written. Nothing is
-    where the int32 `skip` is below 0. The first four of `words`, int32, become 0, what is given beside them, 0 and 0.
-    Returns the launch, bound to all but its eleven leading arguments: descriptors of x and weight, and
-    pointers."""
+    """Fills out: values and indices [M, T, slots], counts [M, T]; slots without an entry are not written. The
+    first four of `words`, int32, become 0, what is given beside them, 0 and 0. Returns the launch, bound to all but its
+    ten leading arguments: descriptors of x and weight, and pointers."""
     (m, k), n, slots = x.shape, weight.shape[0], out[0].shape[2]
     transposed = weight.stride(1) == 1
     tiles_m, tiles_n, steps = launch.cdiv(m, 128), launch.cdiv(n, TILE), launch.cdiv(k, 64)
-    bias, threshold = (None if t is None else t.contiguous() for t in (bias, threshold))
     inputs = descriptors(x, weight)
     first, second = words
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
-    args = (*inputs, bias, threshold, bounds, factors, skip, *out, first, m, n, tiles_m, tiles_n, steps, second)
+    args = (*inputs, bias, threshold, bounds, factors, *out, first, m, n, tiles_m, tiles_n, steps, second)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
-    return _linear_pack_kernel(grid, args, meta, num_warps=4, maxnreg=168, head=11)
+    return _linear_pack_kernel(grid, args, meta, num_warps=4, maxnreg=168, head=10)
 
 
 EXAMPLES = {
     _linear_pack_kernel: {
         "x_desc": [128, 64], "w_desc": [64, 256], "bias_ptr": "*bf16", "bounds_ptr": None, "factors_ptr": None,
-        "skip_ptr": None, "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32", "TRANSPOSED": False,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32", "TRANSPOSED": False,
         "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES, "maxnreg": 168,
     },
 }  # fmt: skip

@@ -1,16 +1,12 @@
-"""act(x @ gate_weight.T + gate_bias) * (x @ up_weight.T + up_bias) in one product, and what its backward pass needs.
+"""act(x @ gate_weight.T + gate_bias) * (x @ up_weight.T + up_bias), and what its backward pass needs.
 
-One program computes a tile of the gate and the same tile of up, from one tile of x: two accumulators that meet in
-registers, so that in inference only their gated product is written. It reads through pointers and masks, and takes any
-size and stride; 128 rows by 2 x 64 columns is what 8 warps hold without spilling. Tiles are ordered so that those at
-work at one time share rows of x and columns of the weights in the L2. Hopper has a kernel of its own, in `_gluon`, for
-more than a few rows. A single row is not worth a product: there a program a column reads the weights, as many as there
-are, and so as fast as memory gives them, in any dtype.
+Hopper has one kernel for both products, in `_gluon`. Elsewhere, in float32, and where that kernel cannot read the
+operands, gate and up are products of the library, in blocks of rows that bound what is in memory at one time, and a
+kernel gates them. A single row is not worth a product: there a program a column reads the weights, as many as there
+are, and so as fast as memory gives them, in any dtype. Few rows wait for the weights as well: there a program computes
+a tile of the gate and the same tile of up, in two accumulators that meet in registers.
 
-A backward pass that kept nothing runs the same product again and ends it with the gradients of gate and up
-(`GRADIENT`); one that kept the two reads them (`_glu_bwd_kernel`). Float32 is left to cuBLAS, in blocks of rows that
-bound what is in memory at one time: no kernel of Triton's multiplies float32 as fast, but for a single row. So are, on
-Hopper, operands that its kernel cannot read: odd rows through pointers took up to 14 times as long.
+A backward pass that kept nothing computes gate and up again; one that kept the two reads them (`_glu_bwd_kernel`).
 """
 
 from typing import Any, NamedTuple
@@ -21,11 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm.aligned import aligned, copies
-from gossamer.gemm.linear_glu_path import SEPARATE, choose_path, tile_of
+from gossamer.gemm.linear_glu_path import FEW, choose_path
 
-UPCAST = tl.constexpr(launch.INTERPRET)
-"""The interpreter multiplies in float32: its bfloat16 dot is wrong."""
+BYTES = 1 << 28
+"""Of gate and up at one time, where the library multiplies."""
 FLAT = 1024
 """Numbers of gate and of up that a program gates. Rows may be shorter than it is worth a program."""
 
@@ -55,68 +50,37 @@ def activated(z, ACTIVATION: tl.constexpr):
         return z, tl.full(z.shape, 1.0, tl.float32)
 
 
-@triton.jit
-def load_bias(bias_ptr, columns, N):
-    return tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)[None, :]
-
-
-@triton.jit
-def origin_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
-    """(row tile, column tile): GROUP_M row tiles take turns with a column tile, so that both stay in the L2."""
-    in_group = GROUP_M * tiles_n
-    first = tile // in_group * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
-    return first + tile % in_group % height, tile % in_group // height
-
-
 @launch.kernel
-def _linear_glu_kernel(
-    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, grad_ptr, first_ptr, second_ptr,
-    stride_xm, stride_xk, stride_gn, stride_gk, stride_un, stride_uk, M, N, K,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr,
-    ACTIVATION: tl.constexpr, GRADIENT: tl.constexpr,
+def _linear_glu_few_kernel(
+    x_ptr, gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, stride_xm, stride_gn, stride_un, M, N, K,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+    ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Program (tile). With GRADIENT it writes the gradients of gate and up, otherwise out and, where there is a
-    `first_ptr`, gate and up; all of them [M, N]."""
-    tile_m, tile_n = origin_of(tl.program_id(0), tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N), GROUP_M)
-    m = (tile_m * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    n = (tile_n * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
-    k = tl.arange(0, BLOCK_K).to(tl.int64)
-    x_ptrs = x_ptr + m[:, None] * stride_xm + k[None, :] * stride_xk
-    gate_ptrs = gate_ptr + n[None, :] * stride_gn + k[:, None] * stride_gk
-    up_ptrs = up_ptr + n[None, :] * stride_un + k[:, None] * stride_uk
-    # The rows of a transposed weight may lie 2^24 apart.
-    step = tl.full([], BLOCK_K, tl.int64)
+    """Program (BLOCK_N columns) of all rows of out, at most BLOCK_M. Rows of x and of the weights are contiguous."""
+    m = tl.arange(0, BLOCK_M)
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_xm + k[None, :]
+    gate_ptrs = gate_ptr + n[None, :] * stride_gn + k[:, None]
+    up_ptrs = up_ptr + n[None, :] * stride_un + k[:, None]
     gate = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     up = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
         inside = k < K - start
-        x = tl.load(x_ptrs, mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        w_gate = tl.load(gate_ptrs, mask=inside[:, None] & (n < N)[None, :], other=0.0)
-        w_up = tl.load(up_ptrs, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        x = tl.load(x_ptrs + start, mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        w_gate = tl.load(gate_ptrs + start, mask=inside[:, None] & (n < N)[None, :], other=0.0)
+        w_up = tl.load(up_ptrs + start, mask=inside[:, None] & (n < N)[None, :], other=0.0)
         if UPCAST:
             x, w_gate, w_up = x.to(tl.float32), w_gate.to(tl.float32), w_up.to(tl.float32)
         gate = tl.dot(x, w_gate, gate, input_precision="ieee")
         up = tl.dot(x, w_up, up, input_precision="ieee")
-        x_ptrs += step * stride_xk
-        gate_ptrs += step * stride_gk
-        up_ptrs += step * stride_uk
     if gate_bias_ptr is not None:
-        gate += load_bias(gate_bias_ptr, n, N)
+        gate += tl.load(gate_bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
     if up_bias_ptr is not None:
-        up += load_bias(up_bias_ptr, n, N)
+        up += tl.load(up_bias_ptr + n, mask=n < N, other=0.0).to(tl.float32)[None, :]
+    active, _ = activated(gate, ACTIVATION)
     mask = (m < M)[:, None] & (n < N)[None, :]
-    active, slope = activated(gate, ACTIVATION)
-    at = m[:, None] * N + n[None, :]
-    if GRADIENT:
-        grad = tl.load(grad_ptr + at, mask=mask, other=0.0).to(tl.float32)
-        tl.store(first_ptr + at, grad * up * slope, mask=mask)
-        tl.store(second_ptr + at, grad * active, mask=mask)
-    else:
-        if first_ptr is not None:
-            tl.store(first_ptr + at, gate, mask=mask)
-            tl.store(second_ptr + at, up, mask=mask)
-        tl.store(out_ptr + at, active * up, mask=mask)
+    tl.store(out_ptr + m.to(tl.int64)[:, None] * N + n[None, :], active * up, mask=mask)
 
 
 @launch.kernel
@@ -199,7 +163,7 @@ def row_tile(k: int, element_size: int) -> launch.Tile:
 
 
 class Operands(NamedTuple):
-    """x [M, K], weights [N, K] and contiguous biases [N] of one call."""
+    """x [M, K], weights [N, K] and biases [N] of one call."""
 
     x: Tensor
     gate_weight: Tensor
@@ -223,8 +187,7 @@ def linear_glu(
     out = x.new_empty(m, n)
     kept = (torch.empty_like(out), torch.empty_like(out)) if keep else (x.new_empty(0, n), x.new_empty(0, n))
     if m and n:
-        few = m <= 16 and not keep and not launch.INTERPRET
-        if few and (x.element_size() == 2 or m == 1):
+        if m <= FEW and not keep and not launch.INTERPRET:
             _launch_few_rows(given, activation, out)
         else:
             _launch_linear_glu(_operands(*given), activation, None, out, kept if keep else None)
@@ -240,7 +203,7 @@ def _launch_few_rows(given: tuple[Any, ...], activation: str, out: Tensor) -> No
     index = x.get_device()
     key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
     key += (None if up_weight is None else up_weight.stride(),)
-    key += tuple([None if bias is None else (bias.dtype, bias.stride()) for bias in (gate_bias, up_bias)])
+    key += tuple([None if bias is None else bias.dtype for bias in (gate_bias, up_bias)])
     gate = gate_weight.data_ptr()
     rows = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
     up = gate + rows if up_weight is None else up_weight.data_ptr()
@@ -250,11 +213,7 @@ def _launch_few_rows(given: tuple[Any, ...], activation: str, out: Tensor) -> No
     if plan is not None:
         plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
         return
-    operands = _operands(*given)
-    bound = _launch_linear_glu(operands, activation, None, out, None)
-    # Not where biases had to be copied.
-    if operands.gate_bias is gate_bias and operands.up_bias is up_bias:
-        _plans.keep(key, x.device, bound)
+    _plans.keep(key, x.device, _launch_linear_glu(_operands(*given), activation, None, out, None))
 
 
 def linear_glu_bwd(
@@ -277,7 +236,7 @@ def linear_glu_bwd(
 def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
     """Operator `glu_bwd` -> gradients of gate and up, [M, N]."""
     out = gate.new_empty(gate.shape), up.new_empty(up.shape)
-    launch_glu_bwd(grad, gate.contiguous(), up.contiguous(), out, None, activation)
+    launch_glu_bwd(grad, gate, up, out, None, activation)
     return out
 
 
@@ -286,40 +245,28 @@ def _operands(
 ) -> Operands:
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
-    biases = (None if bias is None else bias.contiguous() for bias in (gate_bias, up_bias))
-    return Operands(x, gate_weight, up_weight, *biases)
+    return Operands(x, gate_weight, up_weight, gate_bias, up_bias)
 
 
 def _launch_linear_glu(
     operands: Operands, activation: str, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> launch.Bound | None:
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
-    operands and out bound, where that is possible: it is one of Triton's, and what it points to is aligned."""
-    x, gate_weight, up_weight, gate_bias, up_bias = operands
-    (m, k), n = x.shape, gate_weight.shape[0]
-    path = choose_path(x, gate_weight, up_weight, out is not None and gates is None)
+    operands and out bound, where that is possible: it is that of few rows, and what it points to is aligned."""
+    path = choose_path(operands.x, operands.gate_weight, operands.up_weight, out is not None and gates is None)
     if path == "row":
         assert out is not None
         return _launch_row(operands, activation, out)
-    if copies(m, n) and n % 8 == 0 and x.element_size() == 2 and tuning.hopper(x.device):
-        # Where Hopper's kernel cannot read the copies either, the others gain from them.
-        x, gate_weight, up_weight = aligned(m, n, x, gate_weight, up_weight)
-        operands = Operands(x, gate_weight, up_weight, gate_bias, up_bias)
+    if path == "tiles":
+        assert out is not None
+        return _launch_tiles(operands, activation, out)
     if path == "hopper":
         from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
         launch_linear_glu(*operands, activation, grad, out, gates)
-        return None
-    if path == "products":
+    else:
         _launch_separate(operands, activation, grad, out, gates)
-        return None
-    tile = tile_of(m, x.device)
-    grad = None if grad is None else grad.contiguous()
-    strides = (*x.stride(), *gate_weight.stride(), *up_weight.stride())
-    meta = {**tile.sizes, "ACTIVATION": activation, "GRADIENT": grad is not None}
-    args = (x, gate_weight, up_weight, gate_bias, up_bias, out, grad, *(gates or (None, None)), *strides, m, n, k)
-    grid = (launch.cdiv(m, tile.sizes["BLOCK_M"]) * launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
-    return _linear_glu_kernel(grid, args, meta, head=6, **tile.options)
+    return None
 
 
 def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Bound | None:
@@ -331,6 +278,23 @@ def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Boun
     return _linear_glu_row_kernel((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
 
 
+def tile_of(m: int, device: torch.device) -> launch.Tile:
+    """Tile of up to FEW rows; two accumulators of BLOCK_M x BLOCK_N."""
+    hopper = tuning.hopper(device)
+    if m <= 16:
+        return launch.Tile({"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256 if hopper else 128}, 4, 3)
+    return launch.Tile({"BLOCK_M": 32 if m <= 32 else 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4, 4 if hopper else 3)
+
+
+def _launch_tiles(operands: Operands, activation: str, out: Tensor) -> launch.Bound | None:
+    x, gate_weight, up_weight, *_ = operands
+    (m, k), n, tile = x.shape, gate_weight.shape[0], tile_of(x.shape[0], x.device)
+    strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
+    meta = {**tile.sizes, "UPCAST": launch.INTERPRET, "ACTIVATION": activation}
+    grid = (launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
+    return _linear_glu_few_kernel(grid, (*operands, out, *strides, m, n, k), meta, head=6, **tile.options)
+
+
 def _launch_separate(
     operands: Operands, activation: str, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> None:
@@ -338,7 +302,7 @@ def _launch_separate(
     x, gate_weight, up_weight, gate_bias, up_bias = operands
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
-    least = max(1024, SEPARATE.bytes // (2 * n * x.element_size()), launch.cdiv(m, 16))
+    least = max(1024, BYTES // (2 * n * x.element_size()), launch.cdiv(m, 16))
     block = m if out is None or gates is not None else least
     for first in range(0, m, block):
         rows = slice(first, first + block)
@@ -370,10 +334,9 @@ def launch_glu_bwd(
 
 
 EXAMPLES = {
-    _linear_glu_kernel: {
-        "up_bias_ptr": None, "grad_ptr": None, "stride_xk": 1, "stride_gk": 1, "stride_uk": 1, "BLOCK_M": 128,
-        "BLOCK_N": 64, "BLOCK_K": 64, "GROUP_M": 8, "ACTIVATION": "silu", "GRADIENT": False, "num_warps": 8,
-        "num_stages": 3,
+    _linear_glu_few_kernel: {
+        "up_bias_ptr": None, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256, "UPCAST": False, "ACTIVATION": "silu",
+        "num_warps": 4, "num_stages": 3,
     },
     _linear_glu_row_kernel: {"up_bias_ptr": None, "stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
     _glu_fwd_kernel: {

@@ -3,15 +3,14 @@
 The library's product fills a buffer with the pre-activations of a block of rows, and a kernel packs them from there:
 a block is small enough to be in the L2 still, where that leaves rows enough for a fast product. So the dense matrix
 never exists, the product runs at the library's speed in every dtype and layout, and the packing reads the L2. Hopper
-has a kernel of its own for 16-bit operands, in `_gluon`, for which `aligned` copies odd ones; it is taken where a model
-says that it is faster.
+has a kernel of its own, in `_gluon`, for 16-bit operands whose rows begin on 16 bytes; it is taken where a model says
+that it is faster.
 """
 
 import torch
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.gemm.aligned import aligned
 from gossamer.gemm.linear_pack_path import choose_path, packs
 from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
 from gossamer.rowsparse.formats import empty_twell
@@ -41,7 +40,6 @@ def linear_pack(
     else:
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        x, weight = aligned(m, n, x, weight)
         hopper.launch_linear_pack(x, weight, bias, threshold, (values, indices, counts))
         nnz = counts.sum(1, dtype=torch.int32)
     if capacity is not None:
@@ -60,18 +58,15 @@ def launch_linear_pack(
     out: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
-    skip: Tensor | None = None,
     words: tuple[Tensor | None, int] = (None, 0),
 ) -> launch.Bound | None:
     """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column; with
-    `factors`, float32 [N], that of its row times the factor of its column. Where the int32 `skip` is below 0 nothing
-    need be done. Returns the launch of Hopper's kernel, which sees to `words` as its launcher says; None where another
-    way was taken, and nothing is done about them."""
+    `factors`, float32 [N], that of its row times the factor of its column. Returns the launch of Hopper's kernel, which
+    sees to `words` as its launcher says; None where another way was taken, and nothing is done about them."""
     if packs(x, weight, tile, out[0].shape[2]):
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        x, weight = aligned(x.shape[0], weight.shape[0], x, weight)
-        return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, skip, words)
+        return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, words)
     by_library(x, weight, bias, threshold, tile, out, bounds, factors)
     return None
 
@@ -94,8 +89,6 @@ def by_library(
 ) -> None:
     """`launch_linear_pack` by products of cuBLAS; and nnz, int32 [M], which is 0, takes the entries of rows."""
     m, n = x.shape[0], weight.shape[0]
-    # Once, and not for every block.
-    threshold = None if threshold is None else threshold.contiguous()
     right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
     step = rows_of_block(m, n, x)
     buffer = x.new_empty(step, n)

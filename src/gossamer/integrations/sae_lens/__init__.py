@@ -101,13 +101,14 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
         check: `[..., d_in]` activations to run before and after, without the error term, or None.
 
     Returns:
-        What is accelerated, what is left and why, and the check. `print` it.
+        What is accelerated, what is left and why, and the check. `print` it. An SAE that is patched already stays so,
+        with a warning, and the report is that of before, with a new check where one is asked for.
 
     Raises:
         TypeError: not a SAELens SAE, or check is no tensor.
-        ValueError: already patched; check has no rows, another size than d_in, or values that are not finite; or
-            patched and unpatched disagree on it by more than rounding (relative difference above 1e-4, in half
-            precision 0.25), in which case the SAE is left unpatched.
+        ValueError: check has no rows, another size than d_in, or values that are not finite; the SAE itself gives NaN
+            or infinity on it; or patched and unpatched disagree on it by more than rounding (relative difference above
+            1e-4, in half precision 0.25). In the last two cases the SAE is left unpatched.
 
     Source: the package jumprelu-sae-kernels, its end-to-end table over SAELens.
 
@@ -116,14 +117,23 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     """
     operator = "integrations.sae_lens.patch"
     _check_sae(operator, sae)
+    if check is not None:
+        _check_activations(operator, sae, check)
+    density = rowsparse.DensityTracker()
     if _is_patched(sae):
-        raise ValueError(f"{operator}: sae is patched already. Call unpatch first.")
+        warnings.warn(f"{operator}: sae is patched already; nothing changed.", stacklevel=2)
+        report = sae._gossamer.report
+        if check is None:
+            return report
+        density = report.density
+        unpatch(sae)
     if check is None:
-        return _bind(sae)
-    _check_activations(operator, sae, check)
+        return _bind(sae, density)
     with _without_error_term(sae), torch.no_grad():
         expected, latents = sae(check), sae.encode(check)
-        report = _bind(sae)
+        if not bool(expected.isfinite().all()):
+            raise ValueError(f"{operator}: {_why_not_finite(sae)} The SAE is left unpatched.")
+        report = _bind(sae, density)
         out = sae(check)
         packed = _packed(sae, check) if "forward" in report.accelerated else sae.encode(check)
     difference = float((out - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
@@ -146,11 +156,26 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     # A transcoder's output is meant to be something else.
     if out.shape == check.shape and "transcoder" not in sae.cfg.architecture():
         errors = _unexplained(sae, expected, check), _unexplained(sae, out, check)
-    return replace(report, check=Check((_l0(latents), _l0(packed)), errors, difference))
+    report = replace(report, check=Check((_l0(latents), _l0(packed)), errors, difference))
+    sae._gossamer.report = report
+    return report
+
+
+def _why_not_finite(sae: SAE[Any]) -> str:
+    """What SAELens's own output is NaN or infinite by."""
+    broken = [name for name, parameter in sae.named_parameters() if not bool(parameter.isfinite().all())]
+    if broken:
+        return f"SAELens's own output on check is NaN or infinite, for sae.{broken[0]} is. Load the SAE anew."
+    if _rescales(sae) and bool((sae.W_dec.norm(dim=-1) == 0).any()):
+        return (
+            "SAELens's own output on check is NaN or infinite: rescale_acts_by_decoder_norm divides by the norms of "
+            "decoder rows, and some rows of sae.W_dec have norm 0. Give those rows another value, 1e-6 say."
+        )
+    return "SAELens's own output on check is NaN or infinite. Give smaller activations, or a wider dtype."
 
 
 def unpatch(sae: SAE[Any]) -> None:
-    """Undoes `patch`; does nothing to an SAE that is not patched.
+    """Undoes `patch`; an SAE that is not patched stays as it is, with a warning.
 
     Args:
         sae: what was patched.
@@ -160,8 +185,10 @@ def unpatch(sae: SAE[Any]) -> None:
 
     >>> unpatch(sae)  # doctest: +SKIP
     """
-    _check_sae("integrations.sae_lens.unpatch", sae)
+    operator = "integrations.sae_lens.unpatch"
+    _check_sae(operator, sae)
     if not _is_patched(sae):
+        warnings.warn(f"{operator}: sae is not patched; nothing changed.", stacklevel=2)
         return
     for name, function in _BOUND:
         if getattr(sae.__dict__.get(name), "__func__", None) is function:
@@ -170,41 +197,37 @@ def unpatch(sae: SAE[Any]) -> None:
 
 
 class _State(threading.local):
-    """Kept on a patched instance, and of each thread: how many packed latents `forward` still wants from `encode`.
+    """Kept on a patched instance, for each thread: which calls of `encode` and `decode` the running pass makes next.
 
-    It wants one of the encode that comes next, and where there is an error term one of the encode after decode. In
-    between it waits, so that a hook that calls `encode` gets a dense tensor, as anybody else does. The second goes the
-    way of the first: SAELens takes hooks away for it, and dense and packed latents differ by rounding.
+    `turns` lists them: a pass encodes and decodes, and with an error term it does so twice. An `encode` in its turn
+    hands out packed latents; any other one, such as a hook's, gets a dense tensor. The second `encode` of a pass takes
+    the path of the first: SAELens removes hooks for it, and dense and packed latents differ by rounding.
 
-    Ways are those of `choose_path`, and `"theirs"` where somebody listens to the latents.
+    Paths are those of `choose_path`, and `"theirs"` where a hook listens to the latents.
     """
 
-    def __init__(self, density: rowsparse.DensityTracker) -> None:
-        self.density = density
-        self.wanted, self.waiting, self.training = 0, False, False
+    def __init__(self, report: Report) -> None:
+        self.report, self.density = report, report.density
+        self.turns: tuple[str, ...] = ()
+        self.training = False
         self.way: str | None = None
         self.counts: Tensor | None = None
 
-    def take(self) -> bool:
-        """Whether the encode that begins now is forward's own."""
-        own = self.wanted > 0 and not self.waiting
-        self.waiting = True
+    def is_turn_of(self, name: str) -> bool:
+        """Whether the pass calls `name` next; then that turn is over."""
+        own = self.turns[:1] == (name,)
+        self.turns = self.turns[own:]
         return own
 
     @contextmanager
-    def wants(self, latents: int, training: bool = False) -> Iterator[None]:
-        """Of the encodes inside, so many are a pass's own."""
-        before = self.wanted, self.waiting, self.training, self.way, self.counts
-        self.wanted, self.waiting, self.training, self.way, self.counts = latents, False, training, None, None
+    def running(self, passes: int, training: bool = False) -> Iterator[None]:
+        """Inside of this runs a pass that encodes and decodes so many times."""
+        before = self.turns, self.training, self.way, self.counts
+        self.turns, self.training, self.way, self.counts = ("encode", "decode") * passes, training, None, None
         try:
             yield
         finally:
-            self.wanted, self.waiting, self.training, self.way, self.counts = before
-
-    def decoded(self) -> None:
-        """A decode has ended: what comes next is forward's again."""
-        self.wanted = max(self.wanted - 1, 0)
-        self.waiting = False
+            self.turns, self.training, self.way, self.counts = before
 
     def record(self, d_sae: int) -> None:
         """Tells the tracker how many entries rows have had, where it asks."""
@@ -213,10 +236,10 @@ class _State(threading.local):
             self.density.record(self.counts, training=self.training, limit=limit)
 
     def __deepcopy__(self, memo: Any) -> _State:
-        return _State(copy.deepcopy(self.density, memo))
+        return _State(copy.deepcopy(self.report, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _State, (self.density,)
+        return _State, (self.report,)
 
 
 def _check_sae(operator: str, sae: Any) -> None:
@@ -230,7 +253,7 @@ def _is_patched(sae: SAE[Any]) -> bool:
     return isinstance(getattr(sae, "__dict__", {}).get("_gossamer"), _State)
 
 
-def _bind(sae: SAE[Any]) -> Report:
+def _bind(sae: SAE[Any], density: rowsparse.DensityTracker) -> Report:
     accelerated, left = {}, {}
     # By the functions, not the class: a subclass that overrides none of them computes the same.
     kind = type(sae)
@@ -264,9 +287,9 @@ def _bind(sae: SAE[Any]) -> Report:
         left["encode"] = "it returns a dense tensor"
     else:
         left |= dict.fromkeys((*passes, "encode"), why or left.get("decode", ""))
-    density = rowsparse.DensityTracker()
-    sae.__dict__["_gossamer"] = _State(density)
-    return Report(accelerated, left, density=density)
+    report = Report(accelerated, left, density=density)
+    sae.__dict__["_gossamer"] = _State(report)
+    return report
 
 
 def _why_not_packed(sae: SAE[Any]) -> str | None:
@@ -296,7 +319,7 @@ def _listened(hook: Any) -> bool:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
     state = self._gossamer
-    with state.wants(1 + bool(self.use_error_term)):
+    with state.running(1 + bool(self.use_error_term)):
         out: Tensor = type(self).forward(self, *args, **kwargs)
         state.record(self.W_dec.shape[0])
     return out
@@ -339,7 +362,7 @@ def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 def _way(self: Any, x: Tensor) -> str:
     """How the encode that begins goes: that of a pass, in which nobody listens to what it makes, as is faster."""
     state = self._gossamer
-    if not state.take():
+    if not state.is_turn_of("encode"):
         return "theirs"
     if state.way is None:
         heard = any(_listened(part) for part in (self.hook_sae_acts_pre, self.hook_sae_acts_post, self.activation_fn))
@@ -362,7 +385,7 @@ def _expected(self: Any) -> int | None:
 
 def _packed(self: Any, x: Tensor) -> Tensor:
     """What `forward` decodes, as a dense tensor, without what `process_sae_in` leaves for a `decode`."""
-    with self._gossamer.wants(1):
+    with self._gossamer.running(1):
         latents = self.encode(x)
     if isinstance(latents, Latents):
         return latents.dense()
@@ -406,13 +429,13 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
     if isinstance(feature_acts, Tensor):
         if feature_acts.is_sparse or self._gossamer.way == "dense":
             out: Tensor = type(self).decode(self, feature_acts)
-            self._gossamer.decoded()
+            self._gossamer.is_turn_of("decode")
             return out
         if _rescales(self):
             feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
     out = _product(feature_acts, self.W_dec, self.b_dec)
     out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
-    self._gossamer.decoded()
+    self._gossamer.is_turn_of("decode")
     return out
 
 

@@ -36,9 +36,10 @@ def _no_way_back(grad: Tensor) -> None:
 class Lazy(Tensor):
     """A tensor of a shape, dtype and device whose elements are computed when an operation needs them.
 
-    Every operation of PyTorch that is not told otherwise gets the dense tensor, with its gradient. One that changes it
-    in place changes the dense one, which is from then on all that counts. What goes round `__torch_function__`
-    (`autograd.Function.apply`, reentrant checkpoints, vmap) gets the values; the gradient has no way back, and raises.
+    Every operation of PyTorch that is not told otherwise gets the dense tensor, with its gradient; a compiled function
+    leaves its graph for that. One that changes it in place changes the dense one, which is from then on all that
+    counts. What goes round `__torch_function__` (`autograd.Function.apply`, reentrant checkpoints, vmap) gets the
+    values; the gradient has no way back, and raises.
     """
 
     _make: Callable[[], Tensor]
@@ -77,6 +78,7 @@ class Lazy(Tensor):
         return NotImplemented
 
     @classmethod
+    @torch.compiler.disable(reason="the elements of such a tensor are computed where it was made")
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in _WATCHES and args and isinstance(args[0], Lazy):

@@ -48,8 +48,17 @@ def why_not_packed(sae: Any) -> str | None:
 
 def training_forward_pass(self: Any, step_input: TrainStepInput) -> Any:
     """The class's own, with packed latents in it."""
-    state = self._gossamer
-    with state.wants(1, training=True):
+    return _packed_pass(self, step_input)
+
+
+@torch.compiler.disable(reason="a patched SAE trains with tensors that are computed when they are read")
+def _packed_pass(self: Any, step_input: TrainStepInput) -> Any:
+    """Runs eager where it is called from a compiled function: no graph can hold a `Lazy`."""
+    state = self.__dict__.get("_gossamer")
+    if state is None:
+        # A compiled function of this method has taken its place before the SAE was unpatched, and stays.
+        return type(self).training_forward_pass(self, step_input)
+    with state.running(1, training=True):
         output = type(self).training_forward_pass(self, step_input)
         state.record(self.W_dec.shape[0])
     return output

@@ -10,6 +10,7 @@ from gossamer.integrations.transformers._attention import (
     unpatch_attention,
     warm_up,
 )
+from gossamer.integrations.transformers._load_sparse import load_sparse
 from gossamer.integrations.transformers._mlp import Report, patch, unpatch
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Report",
     "calibrate",
     "indexer_loss",
+    "load_sparse",
     "patch",
     "patch_attention",
     "register_selection",

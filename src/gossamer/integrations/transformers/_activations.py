@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
 import re
 from array import array
 from collections.abc import Iterable, Iterator
@@ -17,16 +16,16 @@ import torch
 from torch import Tensor, nn
 
 from gossamer._core import checks
+from gossamer._core.documents import documents
 from gossamer._core.modes import evaluating
-from gossamer.sae.extract import Text
+from gossamer.extract.text import Text
 
 _OPERATOR = "integrations.transformers.Activations"
-_SUFFIXES = (".txt", ".jsonl")
 _DOCUMENTS_AT_ONCE = 256
 
 
 class Activations:
-    """What a model computes at one module for text, a row a token: a source for `sae.extract`.
+    """What a model computes at one module for text, a row a token: a source for `gossamer.extract`.
 
     Documents are tokenised one after another and cut into contexts of `context_size` tokens. Where the tokenizer has a
     BOS token, one stands at the beginning of each context and before each document in it; it fills its place in the
@@ -226,45 +225,11 @@ def _documents(texts: Any) -> Iterator[str]:
         )
     for number, item in enumerate(texts):
         if isinstance(item, Path):
-            for file in _files(item):
-                yield from _read(file)
+            yield from documents(_OPERATOR, item)
         elif isinstance(item, str):
             yield item
         else:
             raise TypeError(f"{_OPERATOR}: item {number} of texts must be a string or a Path, got {item!r:.80}.")
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
-        if not found:
-            raise ValueError(f"{_OPERATOR}: {path} holds no {' and no '.join(_SUFFIXES)} file.")
-        return found
-    if not path.is_file():
-        raise FileNotFoundError(f"{_OPERATOR}: there is no file {path}.")
-    return [path]
-
-
-def _read(file: Path) -> Iterator[str]:
-    try:
-        if file.suffix != ".jsonl":
-            yield file.read_text(encoding="utf-8-sig")
-            return
-        with file.open(encoding="utf-8-sig") as lines:
-            for number, line in enumerate(lines, 1):
-                if not line.strip():
-                    continue
-                found = json.loads(line)
-                document = found.get("text") if isinstance(found, dict) else found
-                if not isinstance(document, str):
-                    raise ValueError(
-                        f'{_OPERATOR}: line {number} of {file} must be a string, or have one under "text".'
-                    )
-                yield document
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{_OPERATOR}: {file} is not UTF-8: {error}.") from error
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{_OPERATOR}: line {number} of {file} is not JSON: {error}.") from error
 
 
 def _vocabulary(tokenizer: Any, ids: list[int]) -> dict[int, str]:

@@ -20,7 +20,7 @@ from gossamer import attention
 from gossamer._core import checks
 from gossamer._core.ranges import span
 from gossamer.attention.adaptive_k import score_statistics
-from gossamer.integrations.transformers._mlp import Report
+from gossamer.integrations.transformers._mlp import Report, check_model, nothing_changed
 from gossamer.integrations.transformers._sharing import SharedSelections, groups_of, share_selections
 from gossamer.nn import GatedSparseAttention
 from gossamer.nn.adaptive_rule import AdaptiveRule
@@ -102,11 +102,12 @@ def patch_attention(
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
-        What is replaced, and what is left and why. `print` it.
+        What is replaced, and what is left and why. `print` it. A model that is patched already is left as it is, with a
+        warning, and its report is made again; `unpatch_attention` it to change an option.
 
     Raises:
         TypeError: model is no module.
-        ValueError: something in it is patched already, sizes do not fit, or layers cannot share as `share` says.
+        ValueError: sizes do not fit, or layers cannot share as `share` says.
 
     Source: Gated Sparse Attention (arXiv 2601.15305); the warm-up is DeepSeek-V3.2's (arXiv 2512.02556).
 
@@ -114,9 +115,10 @@ def patch_attention(
     LlamaAttention: 32 with selected keys
     21041280 new parameters
     """
-    _check(_PATCH, model)
-    if any(isinstance(module, SparseSelfAttention) for module in model.modules()):
-        raise ValueError(f"{_PATCH}: model is patched already. Call unpatch_attention first.")
+    patched = _found(_PATCH, model)
+    if patched:
+        nothing_changed(_PATCH, model, "patched already")
+        return _report(patched, {})
     options = {"k_base": k_base, "k_min": k_min, "k_max": k_max, "d_indexer": d_indexer, "n_idx_heads": n_idx_heads}
     options["granularity"] = granularity
     found: dict[str, Any] = {}
@@ -137,14 +139,17 @@ def patch_attention(
     for name, new in made.items():
         _put(model, name, new)
     share_selections(model, groups)
-    new_parameters = sum(p.numel() for new in made.values() for p in new.added())
+    return _report(made, left)
+
+
+def _report(made: dict[str, SparseSelfAttention], left: dict[str, str]) -> AttentionReport:
+    parameters = sum(p.numel() for new in made.values() for p in new.added())
     replaced = {name: type(new.replaces).__name__ for name, new in made.items()}
-    selections = sum(new.selects for new in made.values())
-    return AttentionReport(replaced, left, parameters=new_parameters, selections=selections)
+    return AttentionReport(replaced, left, parameters=parameters, selections=sum(new.selects for new in made.values()))
 
 
 def unpatch_attention(model: nn.Module) -> None:
-    """Undoes `patch_attention`; indexers and gates are gone. Does nothing where nothing is patched.
+    """Undoes `patch_attention`; indexers and gates are gone. Where nothing is patched it changes nothing, and warns.
 
     Args:
         model: what was patched.
@@ -155,6 +160,8 @@ def unpatch_attention(model: nn.Module) -> None:
     >>> unpatch_attention(model)  # doctest: +SKIP
     """
     found = _found(_UNPATCH, model)
+    if not found:
+        nothing_changed(_UNPATCH, model, "not patched")
     share_selections(model, {})
     for name, module in found.items():
         weight = module.q_proj.weight
@@ -266,15 +273,14 @@ class SparseSelfAttention(GatedSparseAttention):
     selects: bool
     learns: bool
     loss: Tensor | None
-    # Here for modules that were pickled without it.
-    calibrates: float | None = None
+    calibrates: float | None
 
     def __init__(self, module: Any, *, gates: bool, group: tuple[int, ...] = (), **options: Any) -> None:
         weight = module.q_proj.weight
         heads, width = weight.shape[0] // module.head_dim, module.head_dim
         super().__init__(
-            weight.shape[1], heads, module.k_proj.weight.shape[0] // width, head_dim=width, value_gate=gates,
-            output_gate=gates, dtype=weight.dtype, device="meta", **options,
+            weight.shape[1], heads, num_kv_heads=module.k_proj.weight.shape[0] // width, head_dim=width,
+            value_gate=gates, output_gate=gates, dtype=weight.dtype, device="meta", **options,
         )  # fmt: skip
         self.rotary_emb = _GivenAngles()  # type: ignore[assignment]
         self.group, self.selects = group, not group or group[0] == module.layer_idx
@@ -300,7 +306,7 @@ class SparseSelfAttention(GatedSparseAttention):
             self.adaptive_k = AdaptiveRule("entropy", *(getattr(self.adaptive_k, f"k_{x}") for x in _BOUNDS))
         self._reset()
         self.layer_idx, self.config = module.layer_idx, module.config
-        self.learns, self.loss = False, None
+        self.learns, self.loss, self.calibrates = False, None, None
         # No submodule: its parameters are this module's.
         self.__dict__["replaces"] = module
         self.train(module.training)
@@ -581,7 +587,7 @@ def _put(model: nn.Module, name: str, module: nn.Module) -> None:
 
 
 def _found(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
-    _check(operator, model)
+    check_model(operator, model)
     return {name: module for name, module in model.named_modules() if isinstance(module, SparseSelfAttention)}
 
 
@@ -590,8 +596,3 @@ def _patched(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
     if not found:
         raise ValueError(f"{operator}: model is not patched. Call patch_attention first.")
     return found
-
-
-def _check(operator: str, model: Any) -> None:
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{operator}: model must be a torch.nn.Module, got {type(model).__name__}.")

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from gossamer import gemm
 from gossamer.ffn import SparseBlock
-from gossamer.ffn.block import METHODS
+from gossamer.ffn.block import METHODS, NAMES, Block
 from gossamer.integrations.transformers._layouts import (
     T5_GATED,
     Layout,
@@ -77,15 +77,16 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         recompute: as in `gemm.linear_glu`: whether training computes gate and up again instead of keeping them.
         sparse: whether blocks with a ReLU or squared ReLU multiply what it lets through, where no gradient is needed
             and nothing drops out. Then blocks without a gate are taken as well: OPT, T5 version 1.0, Arcee, Nemotron,
-            Jais2 and NanoChat. True goes `method="auto"` of `ffn.gated`; the name of a way pins that.
+            Jais2 and NanoChat. True goes `method="auto"` of `ffn.gated`; the name of a path pins that.
 
     Returns:
         What is replaced, and what is left and why; it warns where nothing is replaced. `print` it. What is sparse has
-        a `ffn.SparseBlock` as `module.sparse_block`, which tells the way that was taken last.
+        a `ffn.SparseBlock` as `module.sparse_block`, which tells the path that was taken last. A model that is patched
+        already is left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
 
     Raises:
         TypeError: model is no module.
-        ValueError: something in it is patched already, or an unknown way.
+        ValueError: an unknown path.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Cetin et al., "Sparser, Faster, Lighter Transformer
     Language Models".
@@ -93,12 +94,15 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     >>> print(patch(model))  # doctest: +SKIP
     LlamaMLP: 32 with gate and up in one product
     """
-    _check(_PATCH, model)
-    if any(isinstance(module, _Patched) for module in model.modules()):
-        raise ValueError(f"{_PATCH}: model is patched already. Call unpatch first.")
+    check_model(_PATCH, model)
     method = "auto" if sparse is True else sparse if sparse else None
     if method is not None and method not in METHODS:
         raise ValueError(f"{_PATCH}: sparse must be True, False or one of {', '.join(METHODS)}, got {sparse!r}.")
+    patched = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
+    if patched:
+        nothing_changed(_PATCH, model, "patched already")
+        kinds = {name: type(module).__name__ for name, module in patched.items()}
+        return Report(kinds, sparse=frozenset(name for name in patched if "sparse_block" in patched[name].__dict__))
     replaced, left, found, dense = {}, {}, set(), {}
     for name, module in model.named_modules():
         kind: Any = type(module)
@@ -132,7 +136,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
 
 
 def unpatch(model: nn.Module) -> None:
-    """Undoes `patch`; does nothing where nothing is patched, as after a `patch` that found nothing.
+    """Undoes `patch`; where nothing is patched it changes nothing, and warns.
 
     Args:
         model: what was patched.
@@ -144,8 +148,10 @@ def unpatch(model: nn.Module) -> None:
 
     >>> unpatch(model)  # doctest: +SKIP
     """
-    _check(_UNPATCH, model)
+    check_model(_UNPATCH, model)
     found = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
+    if not found:
+        nothing_changed(_UNPATCH, model, "not patched")
     later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
     if later:
         raise ValueError(
@@ -206,24 +212,30 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     and the others hand it on."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "sparse_block" not in self.__dict__ or torch.is_grad_enabled() or why_not_sparse(self, layout) is not None:
+        if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
             return kind.forward(self, *args, **kwargs)
-        return kind.forward(_View(self, layout), *args, **kwargs)
+        if not torch.is_grad_enabled():
+            return kind.forward(_View(self, layout, _run, _same), *args, **kwargs)
+        if self.sparse_block.observer is None:
+            return kind.forward(self, *args, **kwargs)
+        return kind.forward(_View(self, layout, _observed), *args, **kwargs)
 
     return forward
 
 
 class _View:
-    """A module whose block is computed by its first part. All else is the module's own, which is left as it is."""
+    """A module with another first part of its block, and another `rest` of it, which hands on what the first part made,
+    or with its own. All else is the module's own, which is left as it is."""
 
     # The layers of transformers checkpoint where they are called by their type's own; this never is.
     forward = None
 
-    def __init__(self, module: nn.Module, layout: Layout) -> None:
+    def __init__(self, module: nn.Module, layout: Layout, first: Callable[..., Any], rest: Any = None) -> None:
         self._module = module
-        setattr(self, layout.gate, functools.partial(_run, module, layout=layout))
-        setattr(self, layout.activation, _same)
-        setattr(self, layout.down, _same)
+        setattr(self, layout.gate, functools.partial(first, module, layout=layout))
+        if rest is not None:
+            setattr(self, layout.activation, rest)
+            setattr(self, layout.down, rest)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -251,27 +263,53 @@ def _put_on(module: _Patched) -> str | None:
     return "another forward"
 
 
-def _check(operator: str, model: Any) -> None:
+def check_model(operator: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{operator}: model must be a torch.nn.Module, got {type(model).__name__}.")
 
 
+def nothing_changed(operator: str, model: nn.Module, why: str) -> None:
+    """Warns the caller of a public function."""
+    warnings.warn(f"{operator}: {type(model).__name__} is {why}; nothing changed.", stacklevel=3)
+
+
 def _sparse(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
     """What a block makes of x by its `SparseBlock`, or None where it has none or something keeps it from that."""
-    if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None or drops_out(self, layout):
+    if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
+        return None
+    if drops_out(self, layout):
+        _observe(self, x, layout)
         return None
     return _run(self, x, layout)
 
 
 def _run(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
     """The same, of a block that may be computed so."""
+    weights, name = _weights(self, layout)
+    return self.sparse_block(x, *weights, activation=name)
+
+
+def _observed(self: Any, x: Tensor, layout: Layout) -> Tensor:
+    """The first part of a block that an observer hears of and that its class computes."""
+    _observe(self, x, layout)
+    return getattr(self, layout.gate)(x)
+
+
+def _observe(self: Any, x: Tensor, layout: Layout) -> None:
+    (gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias), name = _weights(self, layout)
+    if name in NAMES:
+        operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
+        self.sparse_block.observe(Block(*operands, name))
+
+
+def _weights(self: Any, layout: Layout) -> tuple[tuple[Any, ...], str]:
+    """(weights and biases as a `SparseBlock` takes them, the activation's name)"""
     gate_weight, gate_bias, up_weight, up_bias = _gate_and_up(self, layout)
     down = getattr(self, layout.down)
     if up_weight is None and not layout.plain:
         gate_weight, up_weight = gate_weight.chunk(2)
     name = activation_of(getattr(self, layout.activation)) or ""
-    weights = (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias)
-    return self.sparse_block(x, *weights, activation=name)
+    return (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias), name
 
 
 def _gate_and_up(self: Any, layout: Layout) -> tuple[Any, ...]:

@@ -82,12 +82,8 @@ def linear_source(
 ) -> Tensor:
     """Operator `linear_source`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    launch_linear_source(x, weight, _contiguous(bias), _contiguous(threshold), counts, limit, out)
+    launch_linear_source(x, weight, bias, threshold, counts, limit, out)
     return out
-
-
-def _contiguous(vector: Tensor | None) -> Tensor | None:
-    return None if vector is None else vector.contiguous()
 
 
 def launch_linear_source(
@@ -123,8 +119,7 @@ def matmul_linear(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     """Operator `matmul_linear`: an ELL times weight, with overflowed rows from a linear source."""
-    values, weight = values.contiguous(), rows_contiguous(weight)
-    bias, source_bias, threshold = _contiguous(bias), _contiguous(source_bias), _contiguous(threshold)
+    weight = rows_contiguous(weight)
     (m, capacity), n = values.shape, weight.shape[0]
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     launch_matmul(values, indices, counts, None, weight, bias, out)

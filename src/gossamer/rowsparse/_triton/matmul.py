@@ -261,8 +261,6 @@ def matmul(
 
     As in `sae._triton.decode`, what follows from shapes is done once and kept as a plan.
     """
-    # A gradient may arrive expanded, and a bias too.
-    values, bias = values.contiguous(), None if bias is None else bias.contiguous()
     m = offsets.shape[0] - (values.dim() == 1)
     # The dense product would be rounded before a wider bias is added to it.
     as_weight = out_dtype in (None, weight.dtype) and (bias is None or bias.dtype is weight.dtype)
@@ -347,7 +345,6 @@ def matmul_bwd(
     """
     is_csr = values.dim() == 1
     n, d, capacity = col_offsets.shape[0] - 1, grad.shape[1], values.shape[-1]
-    grad, values = grad.contiguous(), values.contiguous()
     grad_weight = torch.empty(n, d, dtype=dtype, device=grad.device)
     size = 0 if weight is None else values.numel()
     long = min(n, keys.numel() // LONG)

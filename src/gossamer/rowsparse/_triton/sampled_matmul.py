@@ -115,11 +115,7 @@ def sampled_matmul(
         # Zeros are wanted by a backward pass alone; to write them would be most of what a few entries take.
         dense = (x.new_empty if masked else x.new_zeros)(m if source is not None else 0, n)
     if work and (scatter or products is None):
-        if products is None:
-            tile = GATHER[x.element_size()]
-        else:
-            products = products.contiguous()
-            tile = SCATTER
+        tile = GATHER[x.element_size()] if products is None else SCATTER
         parts = max(
             1, min(launch.cdiv(capacity, tile.sizes["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m))
         )

@@ -152,8 +152,7 @@ def twell_to_ell(
     if m == 0 or tiles == 0:
         return out.zero_(), columns.fill_(-1), nnz.zero_()
     block = min(max(launch.next_power_of_2(tiles), 32), 256)
-    parts = (values.contiguous(), indices.contiguous(), counts.contiguous())
-    args = (*parts, out, columns, nnz, tiles, slots, tile, capacity)
+    args = (values, indices, counts, out, columns, nnz, tiles, slots, tile, capacity)
     _twell_to_ell_kernel((m, 1, 1), args, {"BLOCK": block}, num_warps=1)
     return out, columns, nnz
 

@@ -89,7 +89,7 @@ FILL = 1024
 def unpack(
     values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int, columns: int | None = None
 ) -> Tensor:
-    """Operator `unpack`: rows of n columns, of values that are contiguous or not, among zeros up to `columns`."""
+    """Operator `unpack`: rows of n columns, among zeros up to `columns`."""
     columns = n if columns is None else columns
     is_csr = indices.dim() == 1
     m = offsets.shape[0] - is_csr
@@ -98,7 +98,7 @@ def unpack(
         capacity = indices.shape[-1]
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        args = (values.contiguous(), indices, offsets, source, out, stride, columns, n, capacity)
+        args = (values, indices, offsets, source, out, stride, columns, n, capacity)
         block = min(1024, max(32, launch.next_power_of_2(indices.numel() // m)))
         meta = {"BLOCK": block, "FILL": FILL, "IS_CSR": is_csr}
         # Every share reads all of the row's indices: no more programs than fill the GPU.

@@ -21,17 +21,17 @@ def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None,
 def tanh_l0_bwd(
     grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and what each adds to the gradient of scale."""
+    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and in the dtype of scale the terms of its own."""
     steep, held = _at(values, indices, nnz, scale)
     inner = torch.where(held, grad[:, None] * (1 - torch.tanh(values * steep).square()), 0)
     dense = values.new_zeros(0 if source is None else source.shape[0], scale.shape[0])
-    slope_source = torch.zeros_like(dense)
+    slope_source = torch.zeros_like(dense, dtype=scale.dtype)
     if source is not None:
         over = nnz > values.shape[1]
         flow = grad[over, None] * (1 - torch.tanh(source[over] * scale).square())
         dense[over] = (flow * scale).to(dense.dtype)
-        slope_source[over] = (flow * source[over]).to(dense.dtype)
-    return (inner * steep).to(values.dtype), dense, (inner * values).to(values.dtype), slope_source
+        slope_source[over] = (flow * source[over]).to(scale.dtype)
+    return (inner * steep).to(values.dtype), dense, (inner * values).to(scale.dtype), slope_source
 
 
 def _at(values: Tensor, indices: Tensor, nnz: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:

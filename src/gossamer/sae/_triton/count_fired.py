@@ -38,7 +38,6 @@ def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | N
     m, capacity = values.shape
     out = torch.zeros(n, dtype=torch.int64, device=values.device)
     if m and n:
-        values, indices = values.contiguous(), indices.contiguous()
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
         args = (values, indices, nnz, source, out, stride, n, capacity)

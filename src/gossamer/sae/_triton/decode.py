@@ -180,7 +180,7 @@ def decode(
         index = acts.get_device()
         stream = torch._C._cuda_getCurrentRawStream(index)
         key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity)
-        key += (truncate, index, stream, None if bias is None else (bias.dtype, bias.stride()), tuning.tf32())
+        key += (truncate, index, stream, None if bias is None else bias.dtype, tuning.tf32())
         pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
         plan = _plans.get(key, index, pointers[0] | pointers[1] | (pointers[2] or 0))
         if plan is not None:
@@ -197,11 +197,10 @@ def decode(
     if acts.numel() == 0 or weight.shape[1] == 0:
         return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
     x, w = rows_contiguous(acts), rows_contiguous(weight)
-    added = None if bias is None else bias.contiguous()
     out = torch.empty(m, w.shape[1], dtype=out_dtype or w.dtype, device=w.device)
-    launches, counts, words = _one_launch(x, w, added, out, capacity, truncate)
+    launches, counts, words = _one_launch(x, w, bias, out, capacity, truncate)
     # Not where a copy was needed, or a graph records it.
-    if key is not None and x is acts and w is weight and added is bias and None not in launches:
+    if key is not None and x is acts and w is weight and None not in launches:
         _plans.keep(key, acts.device, *launches, words=words, memory=(counts,))
     return out
 

@@ -40,7 +40,6 @@ def encode(
     path = choose_path(activation, len(x), k, capacity, keep_source, weight)
     with named(path):
         if path == "bound":
-            bias, scale = (None if vector is None else vector.contiguous() for vector in (bias, scale))
             values, indices, nnz, l0 = topk.row_topk(x, weight, bias, scale, k)
             return values, indices, nnz, x.new_empty(0, weight.shape[1]), l0
         z, bias = _pre_activations(x, weight, bias, activation)
@@ -75,7 +74,7 @@ def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, activation:
         torch.mm(x, weight, out=z[:, :n]) if added is None else torch.addmm(added, x, weight, out=z[:, :n])
     if stride != n:
         z[:, n:] = float("-inf")
-    return z, None if bias is None else bias.contiguous()
+    return z, bias
 
 
 def activate(
@@ -91,7 +90,6 @@ def activate(
 ) -> _Operands:
     """What `encode` returns, from the pre-activations z [M, N] + bias [N]. Without a capacity it is CSR, of BatchTopK's
     k * M entries or of as many as there are, with offsets in place of nnz."""
-    scale = None if scale is None else scale.contiguous()
     m, n = z.shape
     if path == "topk" and z.numel():
         values, indices, nnz, l0 = select.row_topk(z, bias, k, scale)

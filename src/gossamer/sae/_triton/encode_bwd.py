@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.overflow import load_rows, overflowed
 
 
@@ -132,6 +133,7 @@ def bwd_columns(
     args += (*strides, *tail, capacity)
     _encode_bwd_columns_kernel((n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     if source.shape[0]:
+        source = rows_contiguous(source)
         args = (source, overflowed(nnz, capacity), grad_source, grad_l0, threshold, bias_out, threshold_out)
         args += (source.stride(0), *grad_source.stride(), *tail, n)
         meta = {"BLOCK_M": 16, "BLOCK_N": 128}
@@ -152,6 +154,7 @@ def bwd_source(
     m, n = source.shape
     out = torch.empty(m, n, dtype=source.dtype, device=source.device)
     if m and n:
+        source = rows_contiguous(source)
         strides = (
             source.stride(0),
             *grad.stride(),

@@ -130,7 +130,6 @@ def encode_dense(
     length, grid = _runs(m, n, acts, FORWARD)
     fired = torch.empty(grid[1], n, dtype=torch.int32, device=x.device)
     if acts.numel():
-        bias, threshold = (None if vector is None else vector.contiguous() for vector in (bias, threshold))
         args = (acts, bias, threshold, l0, nnz, fired, bandwidth / 2, m, n, length)
         _encode_dense_kernel(grid, args, {**FORWARD.sizes, "WINDOW": bandwidth > 0}, num_warps=FORWARD.warps)
     else:
@@ -147,7 +146,6 @@ def encode_dense_bwd_(
     length, grid = _runs(m, n, acts, BACKWARD)
     sums = torch.empty(1 if threshold is None else 2, grid[1], n, dtype=torch.float32, device=acts.device)
     if acts.numel():
-        threshold = None if threshold is None else threshold.contiguous()
         args = (grad, acts, grad_l0, threshold, sums, grad_l0.stride(0), bandwidth / 2, m, n, length)
         _encode_dense_bwd_kernel(grid, args, {**BACKWARD.sizes, "TO_INPUT": ste_to_input}, num_warps=BACKWARD.warps)
     else:

@@ -43,9 +43,7 @@ def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None
     m, capacity = values.shape
     out = torch.empty(m, dtype=torch.float32, device=values.device)
     if m:
-        values, indices = values.contiguous(), indices.contiguous()
         source = None if source is None else rows_contiguous(source)
-        scale = None if scale is None else scale.contiguous()
         n, stride = (0, 0) if source is None else (source.shape[1], source.stride(0))
         args = (values, indices, nnz, source, scale, out, stride, n, capacity)
         _smallest_kernel((m, 1, 1), args, {"BLOCK": 128}, num_warps=1)

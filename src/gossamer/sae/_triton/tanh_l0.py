@@ -25,12 +25,13 @@ def tanh(x):
 
 @triton.jit
 def load_slots(values_ptr, indices_ptr, scale_ptr, row, first, count, N, capacity, BLOCK: tl.constexpr):
-    """(value, scale) of BLOCK slots of a row, 0 where there is no entry."""
+    """(value, scale) of BLOCK slots of a row, 0 where there is no entry; an index outside [0, N) is NaN."""
     slots = first + tl.arange(0, BLOCK)
     at = row * capacity + slots
     index = tl.load(indices_ptr + at, mask=slots < count, other=-1)
     held = (index >= 0) & (index < N)
     value = tl.load(values_ptr + at, mask=held, other=0.0).to(tl.float32)
+    value = tl.where((index < -1) | (index >= N), float("nan"), value)
     return value, tl.load(scale_ptr + index, mask=held, other=0.0)
 
 
@@ -99,7 +100,6 @@ def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None,
     (m, capacity), n = values.shape, scale.shape[0]
     out = torch.empty(m, dtype=torch.float32, device=values.device)
     if m:
-        values, indices, scale = values.contiguous(), indices.contiguous(), scale.contiguous()
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
         args = (values, indices, nnz, source, scale, out, stride, n, capacity)
@@ -110,13 +110,12 @@ def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None,
 def tanh_l0_bwd(
     grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and what each adds to the gradient of scale."""
+    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and in the dtype of scale the terms of its own."""
     (m, capacity), n = values.shape, scale.shape[0]
-    values, indices, scale = values.contiguous(), indices.contiguous(), scale.contiguous()
-    grad_values, slope = torch.empty_like(values), torch.empty_like(values)
+    grad_values, slope = torch.empty_like(values), torch.empty_like(values, dtype=scale.dtype)
     # Zero in all other rows, for gradients of one source are added up.
     dense = values.new_zeros(0 if source is None else m, n)
-    slope_source = torch.empty_like(dense)
+    slope_source = torch.empty_like(dense, dtype=scale.dtype)
     if m:
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
@@ -127,5 +126,8 @@ def tanh_l0_bwd(
 
 EXAMPLES = {
     _tanh_l0_fwd_kernel: {"scale_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
-    _tanh_l0_bwd_kernel: {"grad_ptr": "*fp32", "scale_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
-}
+    _tanh_l0_bwd_kernel: {
+        **dict.fromkeys(("grad_ptr", "scale_ptr", "slope_ptr", "slope_source_ptr"), "*fp32"), "BLOCK": 256,
+        "num_warps": 2,
+    },
+}  # fmt: skip

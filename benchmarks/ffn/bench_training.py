@@ -1,0 +1,94 @@
+"""`nn.GatedMLP` and `nn.MLP` in training: both passes of a block of the paper's 1.5B model, by how sparse it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from benchmarks.engine import Case, Provider, error_beside_mean, random_matrix
+from benchmarks.ffn.bench_block import PLAIN, K, N, dense_inputs
+from gossamer import gemm, nn
+
+
+def cases(device: torch.device, quick: bool) -> Iterator[Case]:
+    """bfloat16; two small float32 cases for `quick` and on the CPU."""
+    if quick or device.type == "cpu":
+        for gated in (True, False):
+            yield training(gated, 64, 8, (96, 256), torch.float32)
+        return
+    for m, nnz in ((16384, 29), (16384, 60), (16384, 100), (16384, 300), (8192, 29)):
+        yield training(True, m, nnz, (K, N), torch.bfloat16)
+    yield training(False, 16384, 29, (K, PLAIN), torch.bfloat16)
+
+
+def training(gated: bool, M: int, nnz: int, sizes: tuple[int, int], dtype: torch.dtype) -> Case:
+    """Rows have nnz entries on average, at random."""
+    k, n = sizes
+    names = ("gate_proj", "up_proj", "down_proj") if gated else ("up_proj", "down_proj")
+
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
+        cls: Any = nn.GatedMLP if gated else nn.MLP
+        block = cls(k, n, "relu", bias=True, dtype=dtype, device=device)
+        for parameter in block.parameters():
+            drawn = random_matrix(*parameter.shape, dtype, device, generator) if parameter.dim() == 2 else None
+            parameter.data.zero_() if drawn is None else parameter.data.copy_(drawn.mul_(parameter.shape[1] ** -0.5))
+        active = block.get_submodule(names[0])
+        x, active.bias.data = dense_inputs(M, nnz, active.weight.data, generator)
+        return [(x, block, random_matrix(M, k, dtype, device, generator))]
+
+    def both_passes(forward: Callable[[Any, Tensor], Tensor]) -> Callable[..., tuple[Tensor, ...]]:
+        def call(x: Tensor, block: Any, grad: Tensor) -> tuple[Tensor, ...]:
+            leaves = [x.detach().requires_grad_(), *(block.get_submodule(name).weight for name in names)]
+            out = forward(block, leaves[0])
+            return (out.detach(), *torch.autograd.grad(out, leaves, grad))
+
+        return call
+
+    def dense(block: Any, x: Tensor) -> Tensor:
+        hidden = F.relu(block.get_submodule(names[0])(x))
+        return block.down_proj(hidden * block.up_proj(x) if gated else hidden)
+
+    def fused(block: Any, x: Tensor) -> Tensor:
+        weights = (block.get_submodule(name).weight for name in names)
+        biases = {"gate_bias": block.gate_proj.bias, "up_bias": block.up_proj.bias, "down_bias": block.down_proj.bias}
+        return gemm.gated_mlp(x, *weights, activation="relu", **biases)
+
+    def ours(method: str) -> Callable[[Any, Tensor], Tensor]:
+        def forward(block: Any, x: Tensor) -> Tensor:
+            block.method = method
+            return block(x)
+
+        return forward
+
+    def reference(x: Tensor, block: Any, grad: Tensor) -> tuple[Tensor, ...]:
+        exact = type(block)(k, n, "relu", bias=True, dtype=torch.float64, device=x.device)
+        exact.load_state_dict(block.state_dict())
+        return both_passes(dense)(x.double(), exact, grad.double())
+
+    providers = [
+        Provider("gossamer", both_passes(ours("auto")), ours=True, capturable=True),
+        Provider("gossamer, lists", both_passes(ours("gather")), ours=True, capturable=True),
+        Provider("dense", both_passes(dense), capturable=True),
+        Provider("torch.compile", both_passes(torch.compile(dense, dynamic=False)), devices=("cuda",)),
+    ]
+    if gated:
+        providers.insert(2, Provider("gemm.gated_mlp", both_passes(fused), capturable=True))
+    return Case(
+        room="ffn",
+        name="training" if gated else "training, plain",
+        parameters={"M": M, "K": k, "N": n, "nnz": nnz},
+        dtype=dtype,
+        make=make,
+        providers=tuple(providers),
+        reference=reference,
+        bytes=(4 * M * k + 2 * len(names) * n * k) * dtype.itemsize,
+        flops=2 * M * k * (n + (8 if gated else 5) * nnz),
+        grad=True,
+        energy=True,
+        error=error_beside_mean,
+        budget=2e-2 if dtype == torch.bfloat16 else None,
+    )

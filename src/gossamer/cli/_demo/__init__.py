@@ -1,1 +1,0 @@
-"""The parts of ``gossamer demo``: text, model, training, measurements, features, report."""

@@ -1,0 +1,262 @@
+"""`gossamer train`: pack text, train a sparse transformer on it, and report."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch import distributed
+
+from gossamer import train as training
+from gossamer.cli.energy import energy_counter
+from gossamer.cli.environment import describe, resolve_device
+from gossamer.cli.folder import make_folder
+
+train = typer.Typer(
+    no_args_is_help=True, add_completion=False, help="Train transformers whose feed-forward blocks become sparse."
+)
+_BARS = "▁▂▃▄▅▆▇█"
+
+
+@train.command()
+def pack(
+    text: list[Path] = typer.Argument(
+        None, help="Text files (.jsonl: a document a line; others: a document a file), or folders of .txt and .jsonl."
+    ),
+    out: Path = typer.Option(..., help="Folder for the tokens."),
+    dataset: str | None = typer.Option(
+        None, help="A data set of Hugging Face instead of text, as NAME or NAME:CONFIGURATION; its column text."
+    ),
+    tokenizer: Path | None = typer.Option(None, help="A tokenizer.json; without it one is learnt from the text."),
+    vocabulary: int = typer.Option(24_576, min=257, help="Tokens of a tokenizer that is learnt."),
+) -> None:
+    """Tokenise text once, into memory-mapped shards with checksums.
+
+    Of files: gossamer train pack books/ notes.txt --out corpus
+
+    Of a data set, with the paper's tokenizer: gossamer train pack --dataset HuggingFaceFW/fineweb-edu --tokenizer
+    tokenizer.json --out corpus
+    """
+    with _told("pack"):
+        if bool(text) == bool(dataset):
+            raise ValueError("gossamer train pack: give either TEXT or --dataset, and not both.")
+        make_folder(out, "gossamer train pack")
+
+        def read() -> Iterable[str]:
+            return training.read_dataset(dataset) if dataset else training.read_text(text)
+
+        console = Console(stderr=True)
+        with console.status("learning a tokenizer") as status:
+            known = _tokenizer(tokenizer) if tokenizer else training.learn_tokenizer(read(), vocabulary)
+            training.pack(read(), known, out, progress=lambda tokens: status.update(f"{tokens:,} tokens packed"))
+        console.print(f"{training.Corpus(out).tokens:,} tokens for training, in {out}", markup=False)
+
+
+@train.command()
+def run(
+    corpus: Path = typer.Argument(help="The folder that `gossamer train pack` wrote."),
+    out: Path = typer.Option(..., help="Folder of the run. The same command again goes on where it was stopped."),
+    preset: str = typer.Option("tiny", help=f"Sizes: {', '.join(training.PRESETS)}; 0.5b to 2b are the paper's."),
+    activation: str = typer.Option("relu", help="Of the blocks: relu, relu2 (squared ReLU) or silu."),
+    gated: bool = typer.Option(True, "--gated/--plain", help="Whether blocks have a gate; plain ones are wider."),
+    l1: float = typer.Option(0.0, min=0.0, help="Weight of L1 in the loss: 0 is dense, 2e-5 the paper's."),
+    l1_warmup: int = typer.Option(0, min=0, help="Steps before L1 begins."),
+    l1_ramp: int = typer.Option(0, min=0, help="Steps in which it grows to its weight then."),
+    reinitialize: float = typer.Option(
+        0.0, min=0.0, max=1.0, help="Rate of new weights for dead neurons; 0.1 is good."
+    ),
+    steps: int | None = typer.Option(None, min=1, help="Optimizer steps, instead of the preset's."),
+    batch: int | None = typer.Option(None, min=1, help="Sequences of a step, over all micro-batches and GPUs."),
+    micro_batch: int | None = typer.Option(None, min=1, help="Sequences that a GPU computes at once: lower it first."),
+    lr: float | None = typer.Option(None, help="Highest learning rate."),
+    seed: int = typer.Option(0, min=0, help="Of weights and of the order of the text."),
+    dtype: str = typer.Option("auto", help="float32 or bfloat16; auto: bfloat16 on a GPU. Weights stay float32."),
+    compile: bool | None = typer.Option(None, help="Compile each layer: slower to begin, faster then."),
+    recompute: bool | None = typer.Option(
+        None, help="Compute layers again in the backward pass, to save memory; the paper's presets do."
+    ),
+    set_: list[str] = typer.Option([], "--set", help="Any other field of train.Config, as --set length=512."),
+    device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
+    checkpoint_every: int = typer.Option(100, min=1, help="Steps between checkpoints."),
+    keep: int = typer.Option(2, min=1, help="Checkpoints that stay."),
+    validate_every: int = typer.Option(0, min=0, help="Steps between validations; 0: one at the end."),
+    profile: bool = typer.Option(False, help="Write a trace of four steps to profile.json."),
+    log: str | None = typer.Option(None, help="Scalars to tensorboard or wandb, beside log.jsonl."),
+) -> None:
+    """Train a Transformer++ on packed text; write checkpoints, a log, a report and a Llama of Hugging Face.
+
+    Dense, as a baseline: gossamer train run corpus --preset small --out dense
+
+    Sparse: gossamer train run corpus --preset small --l1 1e-4 --reinitialize 0.1 --out sparse
+
+    On several GPUs: torchrun --nproc-per-node 8 --no-python gossamer train run ...
+
+    A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
+    was never killed. L1 costs a little loss and leaves few neurons active (L0); too much of it kills neurons, which
+    --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
+    """
+    with _told("run"), _ranks() as (rank, where):
+        chosen = resolve_device(where or device, "gossamer train run")
+        dtype = dtype if dtype != "auto" else "bfloat16" if chosen.type == "cuda" else "float32"
+        given: dict[str, Any] = {"steps": steps, "batch": batch, "micro_batch": micro_batch, "lr": lr}
+        given |= {"compile": compile, "recompute": recompute}
+        given = {name: value for name, value in given.items() if value is not None}
+        tokens = training.Corpus(corpus)
+        config = training.preset(
+            preset, activation=activation, gated=gated, l1=l1, l1_warmup=l1_warmup, l1_ramp=l1_ramp, seed=seed,
+            reinitialize=reinitialize, dtype=dtype,
+            **{"vocabulary": tokens.vocabulary, **given, **_fields(set_)},
+        )  # fmt: skip
+        console, joules = Console(quiet=rank != 0), energy_counter(chosen)
+        whole = training.Run(
+            config, tokens, out, device=chosen, checkpoint_every=checkpoint_every, keep=keep,
+            validate_every=validate_every, profiled=profile,
+        )  # fmt: skip
+        console.print(_introduced(config, tokens, whole.step), markup=False)
+        begun, first = joules() if joules else 0, whole.step
+        with _bar(console) as bar:
+            whole.train(_shower(bar, config, whole.step, _writers(log, out) if rank == 0 else []))
+        if rank == 0:
+            found = {"device": describe(chosen), "parameters": config.parameters}
+            if joules and whole.step > first:
+                # This rank's card, over this rank's tokens.
+                own = (whole.step - first) * config.tokens_per_step / whole.world
+                found["mJ/token"] = (joules() - begun) / own
+            (out / "results.json").write_text(json.dumps(found, indent=1))
+            _report([out], out / "report.html")
+            loss = next(
+                (f"validation loss {r['validation']:.4f}; " for r in whole.records[::-1] if "validation" in r), ""
+            )
+            console.print(f"{loss}report, model and log in {out}", markup=False)
+
+
+@train.command()
+def report(
+    runs: list[Path] = typer.Argument(help="Folders of runs, finished or not, to be compared."),
+    out: Path = typer.Option(Path("report.html"), help="The page."),
+) -> None:
+    """Compare runs: loss, active and dead neurons by step and layer, speed, memory and energy, on one HTML page."""
+    with _told("report"):
+        _report(runs, out)
+        Console().print(f"{out}", markup=False)
+
+
+def _report(runs: list[Path], out: Path) -> None:
+    from gossamer.cli._train_report import read, render
+
+    out.write_text(render([read(folder) for folder in runs]), encoding="utf-8")
+
+
+def _tokenizer(file: Path) -> Any:
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception as error:  # of tokenizers, which has no type of its own for it
+        raise ValueError(f"gossamer train pack: --tokenizer must be a tokenizer.json, got {file}: {error}.") from error
+
+
+def _fields(given: list[str]) -> dict[str, Any]:
+    found = {}
+    for item in given:
+        name, _, value = item.partition("=")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
+
+
+def _introduced(config: training.Config, tokens: training.Corpus, step: int) -> str:
+    epochs = config.steps * config.tokens_per_step / tokens.tokens
+    begins = f"goes on at step {step}" if step else "begins"
+    return (
+        f"{config.parameters:,} parameters; {config.steps:,} steps of {config.tokens_per_step:,} tokens, "
+        f"{epochs:.2g} times through the corpus; {begins}"
+    )
+
+
+def _bar(console: Console) -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, TextColumn("{task.fields[state]}"), console=console)
+
+
+def _shower(bar: Progress, config: training.Config, step: int, writers: list[Any]) -> Callable[[Any], None]:
+    task = bar.add_task("steps", completed=step, total=config.steps, state="")
+
+    def show(record: dict[str, float]) -> None:
+        layers = [record[f"l0/{layer:02}"] for layer in range(config.layers)]
+        bars = "".join(_BARS[int(7 * count / max(*layers, 1e-9))] for count in layers)
+        state = (
+            f"loss {record['loss']:.3f}  L0 {record['l0']:.0f} {bars}  dead {record['dead']:.0%}  "
+            f"{record['tokens/s']:,.0f} tokens/s"
+        )
+        bar.update(task, completed=record["step"], state=state)
+        for write in writers:
+            write(record)
+
+    return show
+
+
+def _writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], Any]]:
+    if log is None:
+        return []
+    if log == "wandb":
+        import wandb
+
+        here = wandb.init(project="gossamer", name=out.name, dir=str(out))
+        return [lambda record: here.log(record, step=int(record["step"]))]
+    if log == "tensorboard":
+        from torch.utils.tensorboard import SummaryWriter
+
+        writer = SummaryWriter(str(out / "tensorboard"))
+
+        def write(record: dict[str, float]) -> None:
+            for name, value in record.items():
+                writer.add_scalar(name, value, int(record["step"]))
+
+        return [write]
+    raise ValueError(f"gossamer train run: --log must be tensorboard or wandb, got {log!r}.")
+
+
+@contextmanager
+def _ranks() -> Iterator[tuple[int, str | None]]:
+    """The processes that torchrun started; (rank, its GPU)."""
+    if not distributed.is_torchelastic_launched():
+        yield 0, None
+        return
+    gpu = torch.cuda.is_available()
+    where = f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu"
+    if gpu:
+        torch.cuda.set_device(where)
+    distributed.init_process_group("nccl" if gpu else "gloo")
+    try:
+        yield distributed.get_rank(), where
+    finally:
+        distributed.destroy_process_group()
+
+
+@contextmanager
+def _told(command: str) -> Iterator[None]:
+    """Says in one line what a user can mend."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("the same command goes on at the last checkpoint") from None
+    except ModuleNotFoundError as error:
+        extra = "run pip install '.[train]' in a clone of the repository"
+        raise typer.BadParameter(f"gossamer train {command}: {error.name} is missing: {extra}.") from error
+    except (ValueError, TypeError, FileNotFoundError) as error:
+        raise typer.BadParameter(str(error)) from error
+    except (FloatingPointError, OSError) as error:
+        Console(stderr=True).print(f"gossamer train {command}: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None

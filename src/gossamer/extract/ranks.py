@@ -1,0 +1,99 @@
+"""Processes that extract together: all of them learn the results of each, and if one fails, all fail."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, NoReturn, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# A rank without a shard in the last round waits for the ranks that have one. The death of a rank shows at once anyway.
+_PATIENCE = timedelta(hours=6)
+
+
+class Ranks:
+    """This process among those of `torch.distributed`, or alone where that is not initialised.
+
+    An error that leaves a `with` reaches the others at their next `share`.
+    """
+
+    def __init__(self, operator: str) -> None:
+        self._operator = operator
+        self.rank, self.size = 0, 1
+        self._group: Any = None
+        self._all_know = False
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            self.rank, self.size = dist.get_rank(), dist.get_world_size()
+            # A group of its own, so that a thread can speak in it while others use theirs, and of gloo, which needs no
+            # GPU: only descriptions and statistics go through it.
+            try:
+                # Whether all of them come shows within the usual time; from then on they may wait for longer. Who has
+                # the second group knows that all have the first, and does not close it while another one connects.
+                first = dist.new_group(backend="gloo")
+                self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
+                dist.destroy_process_group(first)
+            except RuntimeError as error:
+                raise RuntimeError(
+                    f"{operator}: torch.distributed has {self.size} ranks, and not all of them have come here. Call it "
+                    "on each of them, or before torch.distributed.init_process_group."
+                ) from error
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._group is None:
+            return
+        try:
+            if isinstance(error, Exception) and not self._all_know:
+                self._tell(error)
+        finally:
+            dist.destroy_process_group(self._group)
+
+    def share(self, make: Callable[[], T]) -> list[T]:
+        """Calls `make` on each rank; gives rank 0 what all of them made, and the others what they made themselves.
+
+        Raises what `make` raises, and RuntimeError where it raises on another rank or one is gone.
+        """
+        if self._group is None:
+            return [make()]
+        try:
+            mine = make()
+        except Exception as error:
+            self._tell(error)
+            raise
+        self._tell(None)
+        found: list[Any] | None = [None] * self.size if self.rank == 0 else None
+        try:
+            dist.gather_object(mine, found, dst=0, group=self._group)
+        except RuntimeError as error:
+            self._all_know = True
+            self._lost(error)
+        return [mine] if found is None else found
+
+    def _tell(self, error: Exception | None) -> None:
+        """Tells the other ranks an error of this one, if there is any; raises where only another rank has one."""
+        said: list[str | None] = [None] * self.size
+        try:
+            dist.all_gather_object(said, error and f"{type(error).__name__}: {error}", group=self._group)
+        except RuntimeError as lost:
+            self._all_know = True
+            if error is None:
+                self._lost(lost)
+            return
+        self._all_know = any(said)
+        for rank, message in enumerate(said):
+            if message is not None and error is None:
+                raise RuntimeError(
+                    f"{self._operator}: rank {rank} of {self.size} failed with {message} All ranks stop; the same call "
+                    "goes on from the last whole files."
+                )
+
+    def _lost(self, error: Exception) -> NoReturn:
+        raise RuntimeError(
+            f"{self._operator}: rank {self.rank} of {self.size} lost the others, for one of them has ended. The same "
+            "call goes on from the last whole files."
+        ) from error

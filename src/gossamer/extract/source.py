@@ -1,0 +1,282 @@
+"""Rows of activations: from memory, from files that are mapped and not read, from a model, or from an iterator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from gossamer.extract.text import Text
+
+# Rows that tell one source from another, of each shard: enough that no two sources agree in them by chance, and few
+# enough that bringing them to the host, and reading them again before a run goes on, costs next to nothing.
+_HEAD = 1024
+
+
+def head(batch: Tensor) -> Tensor:
+    """The rows of a shard's first batch that are compared."""
+    return batch[:_HEAD]
+
+
+class Array:
+    """Something with a shape `[..., d]` and slices of its leading dimensions, as rows `[length, d]`.
+
+    `data` gives it whenever it is read, so that a file is open no longer than that.
+    """
+
+    def __init__(self, data: Callable[[], Any], shape: tuple[int, ...], name: str, path: Path | None = None) -> None:
+        self.data, self.shape, self.name, self.path = data, shape, name, path
+        self.inner = math.prod(shape[1:-1])
+        self.length, self.d = shape[0] * self.inner, shape[-1]
+
+    def read(self, first: int, count: int) -> Tensor:
+        """Rows first to first + count."""
+        if count == 0:
+            return torch.empty(0, self.d)
+        data = self.data()
+        if len(self.shape) == 2:
+            return _tensor(data[first : first + count])
+        if isinstance(data, Tensor) and data.is_contiguous():
+            return data.reshape(-1, self.d)[first : first + count]
+        if isinstance(data, np.ndarray) and data.flags.c_contiguous:
+            return _tensor(data.reshape(-1, self.d)[first : first + count])
+        pieces = []
+        for outer in range(first // self.inner, -(-(first + count) // self.inner)):
+            low = max(first - outer * self.inner, 0)
+            high = min(first + count - outer * self.inner, self.inner)
+            if len(self.shape) == 3:
+                piece = _tensor(data[outer : outer + 1, low:high]).reshape(-1, self.d)
+            else:
+                piece = _tensor(data[outer : outer + 1]).reshape(-1, self.d)[low:high]
+            pieces.append(piece)
+        return torch.cat(pieces)
+
+
+def _tensor(piece: Any) -> Tensor:
+    if isinstance(piece, Tensor):
+        return piece
+    return torch.from_numpy(np.array(piece, dtype=piece.dtype.newbyteorder("=")))
+
+
+class Source:
+    """Rows of a source as batches `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`, cut alike always.
+
+    `length` is the number of rows, None where only an iterator knows; `text` the tokens that the rows belong to, or
+    None. `passing`, if it is set, is called with each batch that is passed over, and its first row, where an iterator
+    has to be read from its start. `close` ends the thread that reads ahead. The garbage collector must not be left to
+    do that: it would wait for the thread at any moment, even while a lock is held that the thread needs to end.
+    """
+
+    def __init__(self, source: Any, key: str | None, size: int, like: Tensor) -> None:
+        self.arrays: list[Array] | None = None
+        text = getattr(source, "text", None)
+        self.text: Text | None = text if isinstance(text, Text) else None
+        self.size, self.like = size, like
+        self._rows_from: Callable[[int], Iterable[Any]] | None = None
+        if isinstance(source, Tensor | np.ndarray):
+            self.arrays = [_array(source, "source")]
+        elif isinstance(source, str | Path):
+            self.arrays = [_open(path, key) for path in _files(Path(source))]
+        elif isinstance(source, list | tuple) and source and all(isinstance(item, str | Path) for item in source):
+            self.arrays = [_open(path, key) for item in source for path in _files(Path(item))]
+        elif callable(getattr(source, "rows_from", None)):
+            self._rows_from = source.rows_from
+        elif not isinstance(source, Iterable):
+            raise TypeError(
+                "extract: source must be a tensor, an array, a path or paths of .safetensors and .npy, an "
+                "iterable of batches, or an object with rows_from(start) and a length, got "
+                f"{type(source).__name__}."
+            )
+        self.length: int | None = None
+        if self.arrays is not None:
+            self._rows_from = self._read
+            self.length = sum(array.length for array in self.arrays)
+        elif self._rows_from is not None:
+            self.length = len(source)
+        if self.text is not None and self.text.tokens.shape[0] != self.length:
+            raise ValueError(
+                f"extract: source must have a token for each of its rows in text, got {self.text.tokens.shape[0]} "
+                f"tokens and {self.length} rows."
+            )
+        # Of a source on a GPU there is nothing to read ahead.
+        self._is_read_ahead = self.arrays is not None and not (isinstance(source, Tensor) and source.is_cuda)
+        self.passing: Callable[[int, Tensor], Any] | None = None
+        self._at = 0
+        self._opened = self._open(source if self._rows_from is None else self._rows_from(0))
+        self._batches: Iterator[Tensor] = self._opened
+
+    def close(self) -> None:
+        self._opened.close()
+
+    def first(self) -> Tensor | None:
+        """The very first batch, which `read` gives again; None if there is none."""
+        self._seek(0)
+        batch = next(self._batches, None)
+        if batch is not None:
+            self._batches = chain([batch], self._batches)
+        return batch
+
+    def head(self, first: int) -> Tensor | None:
+        """The head of the batch at `first`, read apart from what `read` gives; None if there is none."""
+        assert self._rows_from is not None
+        found = self._rows_from(first) if self.arrays is None else self._read(first, min(self.size, _HEAD))
+        with closing(self._cut(found)) as batches:
+            batch = next(batches, None)
+        return None if batch is None else head(batch)
+
+    def read(self, first: int, count: int) -> Iterator[Tensor]:
+        """The batches of rows `first` to `first + count`, both multiples of `size`, as far as there are any."""
+        self._seek(first)
+        while self._at < first + count and (batch := next(self._batches, None)) is not None:
+            self._at += batch.shape[0]
+            yield batch
+
+    def _seek(self, first: int) -> None:
+        if first != self._at and self._rows_from is not None:
+            self._opened.close()
+            self._batches = self._opened = self._open(self._rows_from(first))
+            self._at = first
+        while self._at < first:
+            batch = next(self._batches, None)
+            if batch is not None and self.passing is not None:
+                self.passing(self._at, batch)
+            self._at += 0 if batch is None else batch.shape[0]
+            if batch is None or self._at > first:
+                raise ValueError(
+                    f"extract: the source ended before row {first}, where an earlier run stood. Give all of its "
+                    "batches again, from the start."
+                )
+
+    def _open(self, found: Iterable[Any]) -> Generator[Tensor]:
+        return _ahead(self._cut(found), self.like.device) if self._is_read_ahead else self._cut(found)
+
+    def _cut(self, found: Iterable[Any]) -> Generator[Tensor]:
+        pieces: list[Tensor] = []
+        held = 0
+        for number, batch in enumerate(found):
+            array = _array(batch, f"batch {number} of source")
+            _check_width(array.d, self.like.shape[0], array.name)
+            # Before they are joined: the common dtype of two may hold neither.
+            piece = array.read(0, array.length)
+            if self._is_read_ahead and self.like.is_cuda:
+                piece = piece.to(self.like.dtype).pin_memory()
+            piece = piece.to(self.like.device, self.like.dtype, non_blocking=self._is_read_ahead)
+            while piece.shape[0]:
+                taken = piece[: self.size - held]
+                piece = piece[taken.shape[0] :]
+                pieces.append(taken)
+                held += taken.shape[0]
+                if held == self.size:
+                    yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+                    pieces, held = [], 0
+            if pieces and self.arrays is None:
+                # The source may fill the same buffer again.
+                pieces[-1] = pieces[-1].clone()
+        if held:
+            yield torch.cat(pieces) if len(pieces) > 1 else pieces[0]
+
+    def _read(self, start: int, limit: int | None = None) -> Iterator[Tensor]:
+        """The rows from `start` on, at most `limit`."""
+        assert self.arrays is not None
+        for array in self.arrays:
+            _check_width(array.d, self.like.shape[0], array.name)
+        for array in self.arrays:
+            first, start = min(start, array.length), max(start - array.length, 0)
+            while first < array.length and limit != 0:
+                count = min(self.size, array.length - first, limit or self.size)
+                yield array.read(first, count)
+                first += count
+                limit = None if limit is None else limit - count
+
+
+def _ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]:
+    """The same batches, each made in a thread while the one before is in use; on a GPU, by a stream of its own."""
+    stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def make() -> tuple[Tensor | None, torch.cuda.Event | None]:
+        if stream is None:
+            return next(batches, None), None
+        with torch.cuda.stream(stream):
+            return next(batches, None), stream.record_event()
+
+    with ThreadPoolExecutor(1, "gossamer-read") as thread:
+        following = thread.submit(make)
+        while True:
+            batch, ready = following.result()
+            if batch is None:
+                return
+            following = thread.submit(make)
+            if ready is not None:
+                current = torch.cuda.current_stream(device)
+                current.wait_event(ready)
+                batch.record_stream(current)
+            yield batch
+
+
+def _check_width(d: int, d_in: int, name: str) -> None:
+    if d != d_in:
+        raise ValueError(f"extract: {name} must have shape [..., d_in] with d_in = {d_in} like the SAE, got {d}.")
+
+
+def _array(data: Any, name: str) -> Array:
+    if not isinstance(data, Tensor | np.ndarray):
+        raise TypeError(f"extract: {name} must be a tensor or an array, got {type(data).__name__}.")
+    _check(tuple(data.shape), data.dtype, name)
+    return Array(lambda: data, tuple(data.shape), name)
+
+
+def _check(shape: tuple[int, ...], dtype: Any, name: str) -> None:
+    if len(shape) < 2:
+        raise ValueError(f"extract: {name} must have shape [..., d_in], got {list(shape)}.")
+    if dtype.is_complex if isinstance(dtype, torch.dtype) else dtype.kind not in "fiub":
+        raise TypeError(f"extract: {name} must hold real numbers, got {dtype}.")
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or the files of a folder in the order of their names."""
+    if path.is_dir():
+        found = sorted(f for f in path.iterdir() if f.suffix in (".safetensors", ".npy") and f.is_file())
+        if not found:
+            raise ValueError(f"extract: {path} holds no .safetensors and no .npy file.")
+        return found
+    if not path.is_file():
+        raise FileNotFoundError(f"extract: there is no file {path}.")
+    return [path]
+
+
+def _open(path: Path, key: str | None) -> Array:
+    try:
+        if path.suffix == ".npy":
+            data = np.load(path, mmap_mode="r")
+            _check(data.shape, data.dtype, str(path))
+            return Array(lambda: np.load(path, mmap_mode="r"), data.shape, str(path), path)
+        if path.suffix != ".safetensors":
+            raise TypeError(
+                f"extract: {path} must end in .safetensors or .npy. Text needs a model that reads it: "
+                "integrations.transformers.Activations, or --model and --hook."
+            )
+        file = safe_open(path, framework="pt")
+        names = list(file.keys())
+    except (SafetensorError, EOFError, ValueError) as error:
+        if str(error).startswith("extract"):
+            raise
+        raise ValueError(f"extract: {path} is not a whole {path.suffix} file: {error}.") from error
+    if key is None and len(names) != 1:
+        raise ValueError(f"extract: {path} holds {', '.join(names) or 'no tensor'}; name one with key.")
+    name = names[0] if key is None else key
+    if name not in names:
+        raise ValueError(f"extract: {path} holds {', '.join(names)}, and no {name}.")
+    piece = file.get_slice(name)
+    shape = tuple(piece.get_shape())
+    if len(shape) < 2:
+        raise ValueError(f"extract: {name} of {path} must have shape [..., d_in], got {list(shape)}.")
+    return Array(lambda: piece, shape, str(path), path)

@@ -1,0 +1,120 @@
+"""Shards on their way to the disk: one is written in a thread while the next is made."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer.extract import folder as disk
+from gossamer.extract.ranks import Ranks
+from gossamer.extract.seal import Growing, checksum, seal
+from gossamer.extract.source import head
+from gossamer.extract.statistics import Statistics
+from gossamer.extract.text import Text
+from gossamer.rowsparse import CSR
+from gossamer.rowsparse.formats import offsets_of
+
+
+class Shard:
+    """The entries of the rows from `first` on, on the host, and the statistics of these rows alone.
+
+    `hashing` computes checksums of the tensors that are appended, so that writing does not wait for them.
+    """
+
+    def __init__(self, number: int, first: int, statistics: Statistics, hashing: ThreadPoolExecutor) -> None:
+        self.number, self.first, self.rows, self.nonfinite = number, first, 0, 0
+        self.statistics = statistics
+        self.head: Tensor | None = None
+        self._counts: list[Tensor] = []
+        self._indices: list[Tensor] = []
+        self._values: list[Tensor] = []
+        self.checksums = Growing(hashing)
+
+    def append(self, batch: Tensor, latents: CSR) -> None:
+        """The latents of a batch of rows."""
+        if self.head is None:
+            # A copy: the source may fill the batch again.
+            self.head = head(batch).to("cpu", copy=True)
+        self.nonfinite += self.statistics.update(latents, self.first + self.rows)
+        self.rows += latents.num_rows
+        self._counts.append(latents.row_offsets.diff().cpu())
+        self._indices.append(latents.indices.cpu())
+        self._values.append(latents.values.cpu())
+        self.checksums.append({"indices": self._indices[-1], "values": self._values[-1]})
+
+    def tensors(self) -> dict[str, Tensor]:
+        offsets = offsets_of(torch.cat(self._counts))
+        return {"row_offsets": offsets, "indices": torch.cat(self._indices), "values": torch.cat(self._values)}
+
+
+class Writer:
+    """Writes the shards of a folder, of all ranks round by round, and the statistics of all of them.
+
+    At most one shard waits here, so memory holds two. An error in writing one is raised at the next `put` or `wait`;
+    `close` waits for the shards that were put.
+    """
+
+    def __init__(
+        self, folder: Path, manifest: dict[str, Any], totals: Statistics, text: Text | None, ranks: Ranks
+    ) -> None:
+        self._folder, self._manifest, self._totals, self._text, self._ranks = folder, manifest, totals, text, ranks
+        self._thread = ThreadPoolExecutor(1, "gossamer-write")
+        self.hashing = ThreadPoolExecutor(1, "gossamer-hash")
+        self._pending: Future[None] | None = None
+
+    def close(self) -> None:
+        self._thread.shutdown()
+        self.hashing.shutdown(cancel_futures=True)
+
+    def put(self, shard: Shard, complete: bool) -> None:
+        """This rank's part of a round: a shard, or one without rows; `complete` if it is the last round."""
+        self.wait()
+        # Here, for the thread does not know the stream that they are computed on.
+        state = {name: tensor.cpu() for name, tensor in shard.statistics.state().items()}
+        self._pending = self._thread.submit(self._commit, shard, state, complete)
+
+    def wait(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def _commit(self, shard: Shard, state: dict[str, Tensor], complete: bool) -> None:
+        found = self._ranks.share(lambda: (self._write(shard), state, shard.nonfinite))
+        self._ranks.share(lambda: self._settle(found, complete) if self._ranks.rank == 0 else None)
+
+    def _write(self, shard: Shard) -> dict[str, Any] | None:
+        """A shard's file, and how the manifest describes it."""
+        if not shard.rows:
+            return None
+        tensors = shard.tensors()
+        if self._text is not None:
+            tensors["tokens"] = self._text.tokens[shard.first : shard.first + shard.rows]
+            tensors["starts"] = self._text.starts[shard.first : shard.first + shard.rows]
+        assert shard.head is not None
+        described = {"number": shard.number, "settings": self._manifest["settings"], "source": checksum(shard.head)}
+        described["sha256"] = seal(described, tensors, shard.checksums.found())
+        name = disk.shard_name(shard.number)
+        disk.write(self._folder / name, tensors, described)
+        found = {"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]}
+        return found | {"source": described["source"], "sha256": described["sha256"]}
+
+    def _settle(self, found: list[tuple[dict[str, Any] | None, dict[str, Tensor], int]], complete: bool) -> None:
+        """The statistics up to the end of a round. They count once the manifest names them, which is replaced last."""
+        before = self._manifest["statistics"]
+        for described, state, nonfinite in found:
+            if described is not None:
+                self._totals.add(state)
+                self._manifest["shards"].append(described)
+                self._manifest["nonfinite"] += nonfinite
+        number = len(self._manifest["shards"]) - 1
+        if number >= 0 and (before is None or before["file"] != disk.statistics_name(number)):
+            state, name = self._totals.state(), disk.statistics_name(number)
+            sha256 = self.hashing.submit(seal, {}, state)
+            disk.write(self._folder / name, state)
+            self._manifest["statistics"] = {"file": name, "sha256": sha256.result()}
+        self._manifest["complete"] = complete
+        disk.write_manifest(self._folder, self._manifest)
+        if before not in (None, self._manifest["statistics"]):
+            (self._folder / before["file"]).unlink(missing_ok=True)

@@ -1,0 +1,248 @@
+"""The active entries of a block's rows in one list, row by row, and the same entries neuron by neuron.
+
+`row_lists` brings the tiles of a TwELL together: row m has the entries `offsets[m]` to `offsets[m + 1]`, columns
+ascending. Rows with more entries than pay, or more than a tile has slots for, or that no longer fit the room, have no
+entries there; they are listed in ascending order instead, for dense tiles.
+
+`column_lists` needs no sort and has no order of arrival. A word of 32 bits holds the rows of a group of 32 that have a
+neuron: the bits below a row's own say how many of its group come first, and a running sum over the groups how many
+before them. So every entry finds its place by itself.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.rowsparse.formats import column_dtype
+
+GROUP = tl.constexpr(32)
+"""Rows to a word of bits."""
+
+
+class Weights(NamedTuple):
+    """As the kernels read them: gate and up `[N, K]`, down `[N, D]`, contiguous."""
+
+    gate: Tensor
+    gate_bias: Tensor | None
+    threshold: Tensor | None
+    up: Tensor | None
+    up_bias: Tensor | None
+    down: Tensor
+
+
+class RowLists(NamedTuple):
+    """values and columns `[room]`, columns of 16 bits without a sign where N <= 65,536; offsets int32 `[M + 1]`; nnz
+    int32 `[M]`, the true entries of rows; heavy int32 `[1 + M]`, how many rows are listed and which; fired int32 `[N]`,
+    entries of columns."""
+
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    nnz: Tensor
+    heavy: Tensor
+    fired: Tensor
+
+
+class ColumnLists(NamedTuple):
+    """rows, places (in the row lists), int32 `[room]`, and hidden activations of the entries, neuron by neuron, rows
+    ascending; offsets int32 `[N + 1]`."""
+
+    rows: Tensor
+    places: Tensor
+    hidden: Tensor
+    offsets: Tensor
+
+
+@triton.jit
+def widened(column):
+    """Columns as they are stored, in 32 bits: those of 16 have no sign."""
+    if column.dtype == tl.int16:
+        return column.to(tl.int32) & 0xFFFF
+    else:
+        return column
+
+
+@launch.kernel
+def _ffn_row_counts_kernel(
+    counts_ptr, nnz_ptr, kept_ptr, M, tiles, slots, limit, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr
+):
+    """Program (BLOCK_M rows): the entries of each, and the same of rows that are gathered, -1 of others."""
+    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    total = tl.zeros([BLOCK_M], tl.int32)
+    most = tl.zeros([BLOCK_M], tl.int32)
+    for first in range(0, tiles, BLOCK_T):
+        at = first + tl.arange(0, BLOCK_T)
+        mask = (rows < M)[:, None] & (at < tiles)[None, :]
+        counts = tl.load(counts_ptr + rows[:, None] * tiles + at[None, :], mask=mask, other=0).to(tl.int32)
+        total += tl.sum(counts, axis=1)
+        most = tl.maximum(most, tl.max(counts, axis=1))
+    tl.store(nnz_ptr + rows, total, mask=rows < M)
+    tl.store(kept_ptr + rows, tl.where((most > slots) | (total > limit), -1, total), mask=rows < M)
+
+
+@launch.kernel
+def _ffn_row_offsets_kernel(kept_ptr, offsets_ptr, heavy_ptr, M, room, BLOCK: tl.constexpr):
+    """One program: where the lists of rows begin, and which rows have none though they have entries."""
+    end = 0
+    listed = 0
+    tl.store(offsets_ptr, 0)
+    for first in range(0, M, BLOCK):
+        row = first + tl.arange(0, BLOCK)
+        kept = tl.load(kept_ptr + row, mask=row < M, other=0)
+        upto = end + tl.cumsum(tl.maximum(kept, 0), axis=0)
+        fits = upto <= room
+        end = tl.maximum(end, tl.max(tl.where(fits, upto, 0), axis=0))
+        # The sum only grows: rows that do not fit come last, and begin and end where the last did that fits.
+        tl.store(offsets_ptr + 1 + row, tl.where(fits, upto, end), mask=row < M)
+        heavy = (kept < 0) | ((kept > 0) & (fits == 0))
+        place = listed + tl.cumsum(heavy.to(tl.int32), axis=0)
+        tl.store(heavy_ptr + place, row, mask=heavy)
+        listed += tl.sum(heavy.to(tl.int32), axis=0)
+    tl.store(heavy_ptr, listed)
+
+
+@launch.kernel
+def _ffn_row_lists_kernel(
+    values_ptr, indices_ptr, counts_ptr, offsets_ptr, out_ptr, columns_ptr, fired_ptr, tiles, slots, tile,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    base = tl.load(offsets_ptr + row)
+    if tl.load(offsets_ptr + row + 1) > base:
+        values_ptr += row * tiles * slots
+        indices_ptr += row * tiles * slots
+        for first in range(0, tiles, BLOCK):
+            at = first + tl.arange(0, BLOCK)
+            counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
+            place = base + tl.cumsum(counts, axis=0) - counts
+            for rank in range(0, tl.max(counts, axis=0)):
+                held = rank < counts
+                column = tl.load(indices_ptr + at * slots + rank, mask=held, other=0).to(tl.int32) + at * tile
+                tl.store(columns_ptr + place + rank, column, mask=held)
+                tl.store(out_ptr + place + rank, tl.load(values_ptr + at * slots + rank, mask=held), mask=held)
+                # Whole numbers: the sums do not depend on the order of arrival.
+                tl.atomic_add(fired_ptr + column, 1, mask=held, sem="relaxed")
+            base += tl.sum(counts, axis=0)
+
+
+@launch.kernel
+def _ffn_column_bits_kernel(columns_ptr, offsets_ptr, bits_ptr, N, BLOCK: tl.constexpr):
+    """Program (row): its bit in the words of its columns."""
+    row = tl.program_id(0)
+    end = tl.load(offsets_ptr + row + 1)
+    bits_ptr += (row // GROUP).to(tl.int64) * N
+    for first in range(tl.load(offsets_ptr + row), end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        column = widened(tl.load(columns_ptr + at, mask=at < end, other=0))
+        bit = tl.zeros([BLOCK], tl.int32) + (1 << (row % GROUP))
+        tl.atomic_or(bits_ptr + column, bit, mask=at < end, sem="relaxed")
+
+
+@triton.jit
+def count_bits(x):
+    """The bits of a word that are set."""
+    x = x.to(tl.uint32)
+    x = x - ((x >> 1) & 0x55555555)
+    x = (x & 0x33333333) + ((x >> 2) & 0x33333333)
+    return (((x + (x >> 4)) & 0x0F0F0F0F) * 0x01010101 >> 24).to(tl.int32)
+
+
+@launch.kernel
+def _ffn_column_sums_kernel(bits_ptr, before_ptr, counts_ptr, N, groups, BLOCK_G: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Program (BLOCK_N columns): how many of each come before each group of rows, and how many there are."""
+    columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = tl.zeros([BLOCK_N], tl.int32)
+    for first in range(0, groups, BLOCK_G):
+        group = first + tl.arange(0, BLOCK_G)
+        at = group.to(tl.int64)[:, None] * N + columns[None, :]
+        mask = (group < groups)[:, None] & (columns < N)[None, :]
+        held = count_bits(tl.load(bits_ptr + at, mask=mask, other=0))
+        tl.store(before_ptr + at, total[None, :] + tl.cumsum(held, axis=0) - held, mask=mask)
+        total += tl.sum(held, axis=0)
+    tl.store(counts_ptr + columns, total, mask=columns < N)
+
+
+@launch.kernel
+def _ffn_column_lists_kernel(
+    columns_ptr, row_offsets_ptr, bits_ptr, before_ptr, offsets_ptr, gate_ptr, up_ptr, rows_ptr, places_ptr,
+    hidden_ptr, N, BLOCK: tl.constexpr, SQUARED: tl.constexpr,
+):  # fmt: skip
+    """Program (row): puts its entries in their columns' lists, with their hidden activations."""
+    row = tl.program_id(0)
+    end = tl.load(row_offsets_ptr + row + 1)
+    words = (row // GROUP).to(tl.int64) * N
+    for first in range(tl.load(row_offsets_ptr + row), end, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        held = at < end
+        column = widened(tl.load(columns_ptr + at, mask=held, other=0))
+        ahead = tl.load(bits_ptr + words + column, mask=held, other=0) & ((1 << (row % GROUP)) - 1)
+        place = tl.load(offsets_ptr + column, mask=held, other=0) + count_bits(ahead)
+        place += tl.load(before_ptr + words + column, mask=held, other=0)
+        gate = tl.load(gate_ptr + at, mask=held, other=0.0).to(tl.float32)
+        hidden = gate * gate if SQUARED else gate
+        if up_ptr is not None:
+            hidden = hidden.to(hidden_ptr.dtype.element_ty).to(tl.float32)
+            hidden *= tl.load(up_ptr + at, mask=held, other=0.0).to(tl.float32)
+        tl.store(rows_ptr + place, row + tl.zeros([BLOCK], tl.int32), mask=held)
+        tl.store(places_ptr + place, at, mask=held)
+        tl.store(hidden_ptr + place, hidden, mask=held)
+
+
+def row_lists(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: int, room: int) -> RowLists:
+    """packed: values and indices `[M, T, slots]` and counts `[M, T]`, all M, T at least 1."""
+    values, indices, counts = packed
+    m, tiles, slots = values.shape
+    device = values.device
+    columns = torch.empty(room, dtype=column_dtype(n), device=device)
+    nnz, kept, offsets = (torch.empty(m + extra, dtype=torch.int32, device=device) for extra in (0, 0, 1))
+    fired, heavy = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, m + 1))
+    out = values.new_empty(room)
+    block = min(max(launch.next_power_of_2(tiles), 16), 256)
+    args = (counts, nnz, kept, m, tiles, slots, limit)
+    _ffn_row_counts_kernel((launch.cdiv(m, 32), 1, 1), args, {"BLOCK_M": 32, "BLOCK_T": block}, num_warps=4)
+    scan = {"BLOCK": min(2048, max(256, launch.next_power_of_2(m)))}
+    _ffn_row_offsets_kernel((1, 1, 1), (kept, offsets, heavy, m, room), scan, num_warps=8)
+    args = (values, indices, counts, offsets, out, columns, fired, tiles, slots, tile)
+    _ffn_row_lists_kernel((m, 1, 1), args, {"BLOCK": max(block, 32)}, num_warps=1)
+    return RowLists(out, columns, offsets, nnz, heavy, fired)
+
+
+def column_lists(
+    gate: Tensor, up: Tensor | None, columns: Tensor, offsets: Tensor, n: int, squared: bool
+) -> ColumnLists:
+    """gate, up: values of the entries, as `columns`; offsets: of rows."""
+    m, room, device = offsets.shape[0] - 1, gate.shape[0], gate.device
+    groups = launch.cdiv(m, GROUP.value)
+    bits = torch.zeros(groups, n, dtype=torch.int32, device=device)
+    before = torch.empty_like(bits)
+    # A zero ahead of the counts, which begin on an aligned address.
+    counts = torch.zeros(4 + n, dtype=torch.int32, device=device)
+    rows = torch.empty(2, room, dtype=torch.int32, device=device)
+    hidden = gate.new_empty(room)
+    _ffn_column_bits_kernel((m, 1, 1), (columns, offsets, bits, n), {"BLOCK": 128}, num_warps=1)
+    meta = {"BLOCK_G": 64, "BLOCK_N": 32}
+    _ffn_column_sums_kernel((launch.cdiv(n, 32), 1, 1), (bits, before, counts[4:], n, groups), meta, num_warps=4)
+    column_offsets = torch.cumsum(counts[3:], 0, dtype=torch.int32)
+    args = (columns, offsets, bits, before, column_offsets, gate, up, rows[0], rows[1], hidden, n)
+    _ffn_column_lists_kernel((m, 1, 1), args, {"BLOCK": 32, "SQUARED": squared}, num_warps=1)
+    return ColumnLists(rows[0], rows[1], hidden, column_offsets)
+
+
+EXAMPLES = {
+    _ffn_row_counts_kernel: {"counts_ptr": "*i16", "kept_ptr": "*i32", "BLOCK_M": 32, "BLOCK_T": 32},
+    _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "heavy_ptr": "*i32", "BLOCK": 2048, "num_warps": 8},
+    _ffn_row_lists_kernel: {
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "columns_ptr": "*i16", "BLOCK": 32, "num_warps": 1,
+    },
+    _ffn_column_bits_kernel: {"columns_ptr": "*i16", "bits_ptr": "*i32", "BLOCK": 128, "num_warps": 1},
+    _ffn_column_sums_kernel: {"bits_ptr": "*i32", "before_ptr": "*i32", "BLOCK_G": 64, "BLOCK_N": 32},
+    _ffn_column_lists_kernel: {
+        "columns_ptr": "*i16", "bits_ptr": "*i32", "before_ptr": "*i32", "rows_ptr": "*i32", "places_ptr": "*i32",
+        "BLOCK": 32, "SQUARED": False, "num_warps": 1,
+    },
+}  # fmt: skip

@@ -1,0 +1,109 @@
+"""A feed-forward block whose gate is sparse, with its gradients: equations 3 and 4 of "Sparser, Faster, Lighter
+Transformer Language Models" on lists of the active entries.
+
+Forward: the gate is packed as it is computed, its tiles are brought together row by row, and every row gathers the
+weights of its entries. Backward: the lists are turned around once; the gradient of W_down and those of the hidden
+activations come from one launch over neurons, those of W_gate and W_up from another, and that of x from one over rows.
+Rows with too many entries go through dense tiles, in one launch of each pass.
+"""
+
+import torch
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer._core.compiling import together
+from gossamer.ffn._triton import train_columns, train_heavy, train_rows
+from gossamer.ffn._triton.entry_lists import RowLists, Weights, column_lists, row_lists
+from gossamer.gemm._triton.linear_pack import launch_linear_pack
+from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
+from gossamer.rowsparse.formats import empty_twell
+
+TILE = 256
+"""Columns of a tile, as Hopper's kernel packs them."""
+
+
+def turned(down_weight: Tensor) -> Tensor:
+    """Its rows by neurons, `[N, D]`."""
+    d, n = down_weight.shape
+    if down_weight.stride(1) != 1 or d == 1:
+        return down_weight.t().contiguous()
+    out = down_weight.new_empty(n, d)
+    launch_dense_transpose(down_weight, out, False)
+    return out
+
+
+def lists_of(x: Tensor, weights: Weights, limit: int, room: int, slots: int) -> RowLists:
+    """The gate's active entries."""
+    m, n = x.shape[0], weights.gate.shape[0]
+    packed = empty_twell(x, m, n, TILE, slots)
+    launch_linear_pack(x, weights.gate, weights.gate_bias, weights.threshold, TILE, packed)
+    return row_lists(packed, TILE, n, limit, room)
+
+
+@together
+def sparse_training(
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    threshold: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    down_bias: Tensor | None,
+    squared: bool,
+    limit: int,
+    room: int,
+    slots: int,
+) -> tuple[Tensor, ...]:
+    """Operator `sparse_training`, as its registration says."""
+    weights = Weights(gate_weight, gate_bias, threshold, up_weight, up_bias, turned(down_weight))
+    lists = lists_of(x, weights, limit, room, slots)
+    out, up_values, l1 = train_rows.forward(lists, x, weights, down_bias, squared)
+    train_heavy.forward(lists, x, weights, down_bias, out, l1, squared)
+    kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
+    return out, l1.mean(), lists.nnz, lists.fired, *kept, x.new_empty(0) if up_values is None else up_values
+
+
+@together
+def sparse_training_bwd(
+    grad: Tensor,
+    penalty: Tensor | None,
+    x: Tensor,
+    gate_weight: Tensor,
+    gate_bias: Tensor | None,
+    threshold: Tensor | None,
+    up_weight: Tensor | None,
+    up_bias: Tensor | None,
+    down_weight: Tensor,
+    values: Tensor,
+    columns: Tensor,
+    offsets: Tensor,
+    heavy: Tensor,
+    up_values: Tensor,
+    squared: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sparse_training_bwd`, as its registration says."""
+    weights = Weights(gate_weight, gate_bias, threshold, up_weight, up_bias, turned(down_weight))
+    n = weights.gate.shape[0]
+    share = None if penalty is None else (penalty / x.shape[0]).float().reshape(1)
+    up = None if up_weight is None else up_values
+    by_neuron = column_lists(values, up, columns, offsets, n, squared)
+    grad_down, dots = train_columns.down_gradients(by_neuron, grad, weights.down)
+    by_row, by_column = train_columns.hidden_gradients(by_neuron, dots, values, up, share, squared)
+    del dots
+    sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
+    dx = torch.empty_like(x)
+    second = None if weights.up is None else (by_row[1], weights.up)
+
+    def input_gradient(beside: bool) -> None:
+        train_rows.multiply_rows(columns, offsets, (by_row[0], weights.gate), second, None, dx, beside=beside)
+
+    grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums, input_gradient)
+    del by_neuron, by_column
+    train_heavy.backward(heavy, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
+    return dx, grad_gate, x.new_empty(0) if grad_up is None else grad_up, grad_down, sums
+
+
+def room_for(entries: int) -> int:
+    """Places for so many entries: parts of a buffer begin on aligned addresses."""
+    return launch.cdiv(entries, 16) * 16

@@ -1,0 +1,168 @@
+"""A sparse block's products along rows: the up projection at the gate's entries, the down projection, and the gradient
+of x.
+
+The up projection takes a program a row, of as few warps as hold the row of x: the rows of the weight are on their way
+STAGES at a time, all but one in shared memory. The others take a program a row and slice of 256 columns, BLOCK_E rows
+of the weight at once: of so narrow slices, which are the slow axis of the grid, a part of the rows is found in the L1.
+Sums stay in registers, in float32, in the order of the entries.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton.language as tl
+from torch import Tensor
+from triton.language.extra.cuda import gdc_wait
+
+from gossamer._core import launch
+from gossamer.ffn._triton.entry_lists import RowLists, Weights, widened
+
+
+@launch.kernel
+def _ffn_train_up_kernel(
+    offsets_ptr, columns_ptr, gate_ptr, up_values_ptr, hidden_ptr, l1_ptr, x_ptr, up_ptr, up_bias_ptr, K,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SQUARED: tl.constexpr,
+):  # fmt: skip
+    """Program (row): the up projection at its entries, the hidden activations, and the sum of these without signs.
+    Without `up_ptr` an entry is its own factor."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(offsets_ptr + row)
+    count = tl.load(offsets_ptr + row + 1) - start
+    if up_ptr is not None:
+        k = tl.arange(0, BLOCK_K)
+        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+    l1 = tl.zeros([BLOCK_E], tl.float32)
+    dtype: tl.constexpr = gate_ptr.dtype.element_ty
+    for first in tl.range(0, count, BLOCK_E, num_stages=STAGES):
+        entry = first + tl.arange(0, BLOCK_E)
+        held = entry < count
+        hidden = tl.load(gate_ptr + start + entry, mask=held, other=0.0).to(tl.float32)
+        if SQUARED:
+            hidden = (hidden * hidden).to(dtype).to(tl.float32)
+        if up_ptr is not None:
+            at = widened(tl.load(columns_ptr + start + entry, mask=held, other=0)).to(tl.int64)
+            up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
+            factor = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+            if up_bias_ptr is not None:
+                factor += tl.load(up_bias_ptr + at, mask=held, other=0.0).to(tl.float32)
+            factor = factor.to(dtype)
+            tl.store(up_values_ptr + start + entry, factor, mask=held)
+            hidden = (hidden * factor.to(tl.float32)).to(dtype).to(tl.float32)
+        tl.store(hidden_ptr + start + entry, hidden, mask=held)
+        l1 += tl.where(held, tl.abs(hidden), 0.0)
+    tl.store(l1_ptr + row, tl.sum(l1, axis=0))
+
+
+@launch.kernel
+def _ffn_train_rows_kernel(
+    offsets_ptr, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, bias_ptr, out_ptr, D,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, BESIDE: tl.constexpr,
+):  # fmt: skip
+    """Program (row, slice of the columns): the sum over its entries of first * W and, if there is one, second * another
+    W. With BESIDE the kernel before it may still run: it ends after that."""
+    row = tl.program_id(0).to(tl.int64)
+    start = tl.load(offsets_ptr + row)
+    count = tl.load(offsets_ptr + row + 1) - start
+    d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+    acc = tl.zeros([BLOCK_D], tl.float32)
+    columns_ptr += start
+    first_ptr += start
+    if other_ptr is not None:
+        second_ptr += start
+    for begin in range(0, count, BLOCK_E):
+        entry = begin + tl.arange(0, BLOCK_E)
+        held = entry < count
+        at = widened(tl.load(columns_ptr + entry, mask=held, other=0)).to(tl.int64)[:, None] * D + d[None, :]
+        mask = held[:, None] & (d < D)[None, :]
+        first = tl.load(first_ptr + entry, mask=held, other=0.0).to(tl.float32)
+        acc += tl.sum(first[:, None] * tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32), axis=0)
+        if other_ptr is not None:
+            second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
+            acc += tl.sum(second[:, None] * tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32), axis=0)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + d, acc, mask=d < D)
+    if BESIDE:
+        gdc_wait()
+
+
+class UpTile(NamedTuple):
+    """Entries at a time, bytes of a row to a warp, stages, registers of a thread."""
+
+    entries: int = 1
+    width: int = 4096
+    stages: int = 3
+    registers: int | None = 96
+
+
+class RowTile(NamedTuple):
+    """Entries at a time, bytes of a row to a program and to a warp, registers of a thread."""
+
+    entries: int
+    slice: int = 512
+    width: int = 512
+    registers: int | None = None
+
+
+UP = UpTile()
+DOWN = RowTile(8)
+DX = RowTile(4)
+
+
+def forward(
+    lists: RowLists,
+    x: Tensor,
+    weights: Weights,
+    down_bias: Tensor | None,
+    squared: bool,
+    up_tile: UpTile = UP,
+    tile: RowTile = DOWN,
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(out `[M, D]`, the up projection's values at the entries or None, float32 `[M]`: the sums of |hidden| of rows) of
+    x `[M, K]`. A row without entries becomes the bias."""
+    (m, k), size, up = x.shape, x.element_size(), weights.up
+    out, l1 = x.new_empty(m, weights.down.shape[1]), torch.empty(m, dtype=torch.float32, device=x.device)
+    values, hidden = None if up is None else torch.empty_like(lists.values), torch.empty_like(lists.values)
+    block = 1 if up is None else launch.next_power_of_2(k)
+    # Other rows than these are not read 16 bytes at a time, and not ahead.
+    even = size == 2 and k % 8 == 0
+    stages, registers = (up_tile.stages, up_tile.registers) if even else (1, None)
+    meta = {"BLOCK_E": up_tile.entries if up is not None else 64, "BLOCK_K": block, "STAGES": stages}
+    args = (lists.offsets, lists.columns, lists.values, values, hidden, l1, x, up, weights.up_bias, k)
+    warps = min(16, max(1, block * size // up_tile.width))
+    _ffn_train_up_kernel((m, 1, 1), args, {**meta, "SQUARED": squared}, num_warps=warps, maxnreg=registers)
+    multiply_rows(lists.columns, lists.offsets, (hidden, weights.down), None, down_bias, out, tile)
+    return out, values, l1
+
+
+def multiply_rows(
+    columns: Tensor,
+    offsets: Tensor,
+    first: tuple[Tensor, Tensor],
+    second: tuple[Tensor, Tensor] | None,
+    bias: Tensor | None,
+    out: Tensor,
+    tile: RowTile = DX,
+    beside: bool = False,
+) -> None:
+    """out `[M, D]`: of each row the sum of its entries times rows of a weight `[N, D]`, for one or two sets of values
+    and weights. With `beside` while the kernel launched last runs, which must let others begin, and touch none of
+    these."""
+    (m, d), size = out.shape, out.element_size()
+    block = min(launch.next_power_of_2(d), tile.slice // size)
+    meta = {"BLOCK_E": tile.entries, "BLOCK_D": block, "BESIDE": beside}
+    values, other = second or (None, None)
+    args = (offsets, columns, first[0], values, first[1], other, bias, out, d)
+    options = {"num_warps": max(1, block * size // tile.width), "maxnreg": tile.registers, "launch_pdl": beside}
+    _ffn_train_rows_kernel((m, launch.cdiv(d, block), 1), args, meta, **options)
+
+
+EXAMPLES = {
+    _ffn_train_up_kernel: {
+        "columns_ptr": "*i16", "l1_ptr": "*fp32", "up_bias_ptr": None, "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3,
+        "SQUARED": False, "num_warps": 1, "maxnreg": 96,
+    },
+    _ffn_train_rows_kernel: {
+        "columns_ptr": "*i16", "bias_ptr": None, "BLOCK_E": 4, "BLOCK_D": 256, "BESIDE": False, "num_warps": 1,
+    },
+}  # fmt: skip

@@ -1,0 +1,105 @@
+"""Checkpoints of a run: one safetensors file each, written whole or not at all, with checksums."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import Optimizer
+
+from gossamer._core import files
+from gossamer.train.model import whole
+
+_OPERATOR = "train"
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def found(folder: Path) -> list[tuple[int, Path]]:
+    """Steps and files of the checkpoints in a folder, the oldest first."""
+    return sorted((int(file.stem.removeprefix("step-")), file) for file in folder.glob("step-*.safetensors"))
+
+
+def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, keep: int, write: bool = True) -> None:
+    """Writes weights and moments after `step` optimizer steps, and removes all but the last `keep` checkpoints.
+
+    The position in the data and all random numbers of training follow from the step and the seed, so nothing else is
+    needed for the same bits.
+
+    Args:
+        folder: of the checkpoints.
+        step: optimizer steps that were done.
+        model, optimizer: on one rank or sharded; then all ranks call it.
+        keep: how many checkpoints stay.
+        write: False on ranks that only take part.
+
+    Raises:
+        OSError: the disk is full, say. Older checkpoints stay as they are.
+    """
+    parts: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        parts |= {name: parameter, **{f"{moment}/{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}}
+    tensors = whole(parts, write)
+    if not write:
+        return
+    sums = json.dumps({name: _checksum(tensor) for name, tensor in tensors.items()})
+    file, metadata = folder / f"step-{step:08}.safetensors", {"format": "pt", "step": str(step), "crc32": sums}
+    files.make_folder(_OPERATOR, "out", folder)
+    files.write_whole(_OPERATOR, file, folder / ".partial", lambda path: save_file(tensors, path, metadata))
+    for _, old in found(folder)[:-keep]:
+        files.remove(old)
+
+
+def load(file: Path, model: nn.Module, optimizer: Optimizer) -> int:
+    """Puts a checkpoint into a model and its optimizer; returns its step.
+
+    Raises:
+        ValueError: a file that is corrupt or truncated, or of another model. Nothing is changed then.
+    """
+    try:
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata() or {}
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
+        sums = json.loads(metadata["crc32"])
+        broken = [name for name, tensor in tensors.items() if sums.get(name) != _checksum(tensor)]
+    except (SafetensorError, KeyError, OSError) as error:
+        raise ValueError(_broken(file, str(error))) from error
+    if broken:
+        raise ValueError(_broken(file, f"{broken[0]} has another checksum"))
+    parameters = dict(model.named_parameters())
+    wanted = {f"{prefix}{name}" for name in parameters for prefix in ("", *(f"{moment}/" for moment in _MOMENTS))}
+    if wanted != tensors.keys():
+        raise ValueError(f"{_OPERATOR}: checkpoint {file} is of another model: {sorted(wanted ^ tensors.keys())[:3]}.")
+    step = int(metadata["step"])
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(_like(parameter, tensors[name]))
+            state = {moment: _like(parameter, tensors[f"{moment}/{name}"]) for moment in _MOMENTS}
+            # A fused optimizer keeps its count beside its moments.
+            optimizer.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **state}
+    return step
+
+
+def _like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    tensor = tensor.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        # Each rank has read the file: nothing has to be sent.
+        return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return tensor
+
+
+def _checksum(tensor: Tensor) -> int:
+    raw: Any = tensor.contiguous().view(-1).view(torch.uint8).numpy()
+    return zlib.crc32(raw)
+
+
+def _broken(file: Path, why: str) -> str:
+    older = [str(other) for _, other in found(file.parent) if other < file]
+    way = f"the same command then goes on from {older[-1]}" if older else "the same command then begins anew"
+    return f"{_OPERATOR}: checkpoint {file} is corrupt or truncated: {why}. Remove it: {way}."

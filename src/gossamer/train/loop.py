@@ -1,0 +1,335 @@
+"""The loop: micro-batches, the optimizer, the recipe, checkpoints and the log of a run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils import deterministic
+
+from gossamer._core import files
+from gossamer.ffn.training import lists_are_faster, sizes_for
+from gossamer.sparsity import DeadNeuronTracker, reinitialize_, scalars
+from gossamer.train import checkpoint
+from gossamer.train.config import Config
+from gossamer.train.data import Corpus
+from gossamer.train.model import Outputs, Transformer, save_pretrained
+
+Record = dict[str, float]
+CHOSEN, FULL = 20, 1.25
+"""Steps between choices of how blocks compute, and how many times L0 has to have room in lists."""
+PROFILED = 4
+"""Steps that a profile covers, after as many others in which kernels are compiled."""
+VALIDATED = 1 << 17
+"""Tokens of a validation."""
+
+
+class Run:
+    """A run of training in a folder, which a process of the same settings goes on with at its last checkpoint.
+
+    The folder gets `config.json`, `log.jsonl` (a record a step), `checkpoints/` and at the end `model/`, a Llama of
+    Hugging Face. Under `torchrun` each rank makes a Run, and the model is sharded by `fully_shard`.
+
+    Args:
+        config: of the run.
+        corpus: the tokens.
+        folder: of the run.
+        device: where the model computes.
+        checkpoint_every, keep: steps between checkpoints, and how many stay.
+        validate_every: steps between validations on 131,072 tokens; 0 for one at the end alone.
+        profiled: whether to write `profile.json`, a trace of four steps for Perfetto or chrome://tracing.
+
+    Attributes:
+        step: optimizer steps that were done.
+        records: those of `log.jsonl`.
+
+    Raises:
+        ValueError: a folder with a run of other settings, a corpus that does not fit, a checkpoint that is corrupt.
+
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.5 and 4, appendices B, C.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        corpus: Corpus,
+        folder: Path,
+        *,
+        device: torch.device | str = "cpu",
+        checkpoint_every: int = 100,
+        keep: int = 2,
+        validate_every: int = 0,
+        profiled: bool = False,
+    ) -> None:
+        self.config, self.corpus, self.folder, self.device = config, corpus, folder, torch.device(device)
+        self.checkpoint_every, self.keep, self.validate_every = checkpoint_every, keep, validate_every
+        self.profiled = profiled
+        self.rank, self.world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        self.windows = corpus.windows("train", config.length)
+        self.held_out = corpus.windows("validation", config.length)
+        self._check()
+        self.model = _distributed(Transformer(config), config, self.world).to(self.device)
+        matrices = [p for p in self.model.parameters() if p.dim() == 2]
+        others = [p for p in self.model.parameters() if p.dim() != 2]
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
+        self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        self.tracker, self.generator = DeadNeuronTracker(), torch.Generator(self.device)
+        self.step, self.records = 0, list[Record]()
+        self._pending: tuple[int, Tensor, Any, Any] | None = None
+        self._resume()
+
+    def train(self, show: Callable[[Record], Any] = lambda record: None) -> None:
+        """Trains to the last step. `show` takes the record of each step, on a GPU one step late.
+
+        Raises:
+            FloatingPointError: the loss or its gradient is NaN or infinite. The last checkpoint is good.
+            OSError: a checkpoint could not be written. Older ones are good.
+        """
+        with _reproducible():
+            self._train(show)
+        tokenizer = self.corpus.folder / "tokenizer.json"
+        save_pretrained(self.model, self.folder / "model", self.corpus.end, tokenizer, self.rank == 0)
+
+    def _train(self, show: Callable[[Record], Any]) -> None:
+        every, first = self.checkpoint_every, self.step
+        self._before = self._now()
+        tracer: profile | None = None
+        while self.step < self.config.steps:
+            if self.profiled and self.step == first + PROFILED:
+                activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (self.device.type == "cuda")
+                tracer = profile(activities=activities)
+                tracer.__enter__()
+            if self.step % CHOSEN == 0 or self.step == first:
+                self._choose()
+            values = self._step()
+            self.step += 1
+            self._collect(show)
+            self._ask(values)
+            if tracer is not None and self.step == min(first + 2 * PROFILED, self.config.steps):
+                tracer.__exit__(None, None, None)
+                if self.rank == 0:
+                    tracer.export_chrome_trace(str(self.folder / "profile.json"))
+            last = self.step == self.config.steps
+            saves = last or self.step % every == 0
+            validates = last or (self.validate_every and self.step % self.validate_every == 0)
+            if saves or validates or self.device.type != "cuda":
+                self._collect(show, self.validate if validates else None)
+            if saves:
+                where = self.folder / "checkpoints"
+                checkpoint.save(where, self.step, self.model, self.optimizer, self.keep, self.rank == 0)
+            if saves or validates:
+                self._before = self._now()
+
+    def _choose(self) -> None:
+        """Sends each block on lists of its active entries, or on dense products, by its L0 in a step whose record every
+        process has that comes here: a run that goes on chooses as one that was not stopped."""
+        config, step = self.config, self.step // CHOSEN * CHOSEN - 1
+        known = self.records[step - 1] if 0 < step <= len(self.records) else None
+        sizes = (config.micro_batch * config.length, config.hidden, config.intermediate, config.hidden)
+        room = sizes_for(sizes[0], config.intermediate, None).room
+        for number, block in enumerate(self.model.blocks()):
+            method = config.method
+            if method == "auto":
+                method = "fused"
+                if known is not None and self.device.type == "cuda" and config.activation != "silu":
+                    mean, index = known[f"l0/{number:02}"], self.device.index or 0
+                    fits = FULL * mean * sizes[0] < room
+                    if fits and lists_are_faster(mean, sizes, config.gated, self.model.dtype.itemsize, index):
+                        method = "gather"
+            block.method = method
+
+    def validate(self) -> float:
+        """The mean cross-entropy on text that training does not see."""
+        size, count = self.config.micro_batch, max(VALIDATED // self.config.length, self.world)
+        # All ranks make the same calls: each of them gathers the weights together.
+        share = min(len(self.held_out), count) // self.world
+        mine = range(self.rank * share, (self.rank + 1) * share)
+        total = torch.zeros(2, device=self.device)
+        with torch.no_grad():
+            for first in range(0, share, size):
+                numbers = mine[first : first + size]
+                loss = self.model(_moved(self.held_out.batch(numbers), self.device)).loss
+                total += torch.stack((loss * len(numbers), loss.new_tensor(len(numbers))))
+        return float(torch.div(*self._summed(total)))
+
+    def _step(self) -> Tensor:
+        """One optimizer step; returns its numbers on the device."""
+        config, micro = self.config, self.config.micro_batch
+        share = config.batch // self.world
+        first = self.step * config.batch + self.rank * share
+        numbers = self.windows.shuffled(first, share, config.seed)
+        weight, parts = config.schedule(self.step), share // micro
+        sums: list[Tensor] = []
+        for i in range(parts):
+            tokens = self.windows.batch(numbers[i * micro : (i + 1) * micro])
+            out: Outputs = self.model(_moved(tokens, self.device))
+            loss, l1, l0 = out.loss, out.loss.new_zeros(()), out.loss.new_full((config.layers,), config.intermediate)
+            if out.activity is not None:
+                l1, l0 = out.activity.l1.mean(), out.activity.l0
+                self.tracker.add(out.activity.fired)
+            ((loss + weight * l1) / parts).backward()
+            sums.append(torch.cat((torch.stack((loss, l1)), l0)).detach() / parts)
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(config, self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        dead = torch.zeros(config.layers, 1, dtype=torch.bool, device=self.device)
+        if out.activity is not None:
+            dead = self.tracker.step()
+            if config.reinitialize:
+                self.generator.manual_seed((config.seed << 32) + self.step)
+                for gate, silent in zip(self.model.gates(), dead):
+                    reinitialize_(gate, silent, rate=config.reinitialize, generator=self.generator)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        means = self._summed(torch.stack(sums).sum(0)) / self.world
+        return torch.cat((norm[None], means, dead.float().mean(1)))
+
+    def _summed(self, values: Tensor) -> Tensor:
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def _ask(self, values: Tensor) -> None:
+        """Sends the numbers of a step to the host."""
+        if self.device.type == "cuda":
+            values = torch.empty(values.shape, pin_memory=True).copy_(values, non_blocking=True)
+        self._pending = self.step, values, self._before, (after := self._now())
+        self._before = after
+
+    def _now(self) -> Any:
+        """A moment, by the device's own clock: the host launches steps before they run."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
+
+    def _collect(self, show: Callable[[Record], Any], validation: Callable[[], float] | None = None) -> None:
+        """Takes the numbers of the last step, writes its record, and refuses a loss or gradient that is not finite."""
+        if self._pending is None:
+            return
+        (step, values, before, after), self._pending = self._pending, None
+        if self.device.type == "cuda":
+            after.synchronize()
+        seconds = before.elapsed_time(after) / 1000 if self.device.type == "cuda" else after - before
+        norm, loss, l1 = values[:3].tolist()
+        layers = self.config.layers
+        # Of a finite loss with a gradient that is not, the weights are lost as well.
+        if not math.isfinite(loss + norm):
+            saved = checkpoint.found(self.folder / "checkpoints")
+            good = f"The checkpoint of step {saved[-1][0]} is good." if saved else "There is no checkpoint yet."
+            raise FloatingPointError(
+                f"train: the loss of step {step} is {loss}, and the norm of its gradient {norm}. {good} Give a lower "
+                "lr, a longer warm-up or a smaller l1, in another folder."
+            )
+        others = {"loss": loss, "l1": l1, "norm": norm, "lr": learning_rate(self.config, step - 1)}
+        others["sparse layers"] = sum(block.method == "gather" for block in self.model.blocks())
+        others |= {"coefficient": self.config.schedule(step - 1), "tokens/s": self.config.tokens_per_step / seconds}
+        if validation is not None:
+            others["validation"] = validation()
+        dead = values[3 + layers :, None]
+        record = {"step": step, **scalars(values[3 : 3 + layers], dead, **others)}
+        if self.device.type == "cuda":
+            record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+        self.records.append(record)
+        if self.rank == 0:
+            with (self.folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps(record) + "\n")
+            show(record)
+
+    def _check(self) -> None:
+        config = self.config
+        if self.corpus.vocabulary > config.vocabulary:
+            raise ValueError(
+                f"train: vocabulary must be at least that of the corpus, {self.corpus.vocabulary}, got "
+                f"{config.vocabulary}."
+            )
+        if config.batch % (config.micro_batch * self.world):
+            raise ValueError(
+                f"train: batch must be a multiple of micro_batch times the ranks, {config.micro_batch} times "
+                f"{self.world}, got {config.batch}."
+            )
+        if not len(self.windows) or len(self.held_out) < self.world:
+            raise ValueError(
+                f"train: the corpus must have sequences of {config.length} tokens for training and for validation, got "
+                f"{len(self.windows)} and {len(self.held_out)}. Pack more text, or give a smaller length."
+            )
+
+    def _resume(self) -> None:
+        """Goes on where the folder's last checkpoint stands, or begins a run there."""
+        file = self.folder / "config.json"
+        files.make_folder("train", "out", self.folder)
+        if file.exists() and (different := self.config.differences(Config.load(file))):
+            raise ValueError(
+                f"train: {self.folder} holds a run of other settings: {different}. Name another folder, or give the "
+                "same settings."
+            )
+        saved = checkpoint.found(self.folder / "checkpoints")
+        if saved:
+            self.step = checkpoint.load(saved[-1][1], self.model, self.optimizer)
+        if self.rank == 0:
+            self.config.save(file)
+        log = self.folder / "log.jsonl"
+        if log.exists():
+            # Steps after the checkpoint come again, and a killed process may have left half a line.
+            lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            self.records = [record for line in lines if (record := json.loads(line))["step"] <= self.step]
+        if self.rank == 0:
+            files.write_text("train", log, "".join(json.dumps(record) + "\n" for record in self.records))
+
+
+def learning_rate(config: Config, step: int) -> float:
+    """A line from 0 to `lr` in `warmup` steps, then a cosine to 0; step is counted from 0.
+
+    >>> from gossamer.train import learning_rate, preset
+    >>> learning_rate(preset("tiny", lr=1.0, warmup=10, steps=20), 15)
+    0.5
+    """
+    if step < config.warmup:
+        return config.lr * (step + 1) / config.warmup
+    return config.lr * 0.5 * (1 + math.cos(math.pi * (step - config.warmup) / max(config.steps - config.warmup, 1)))
+
+
+def _distributed(model: Transformer, config: Config, world: int) -> Transformer:
+    """The model, sharded over all ranks where there are several."""
+    if world > 1:
+        dtype = torch.bfloat16 if config.dtype == "bfloat16" else None
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+        for layer in model.model.layers:
+            fully_shard(layer, mp_policy=policy)
+        # The root would otherwise stay whole after a validation, and its parameters be others than the optimizer's.
+        fully_shard(model, mp_policy=policy, reshard_after_forward=True)
+    return model
+
+
+@contextmanager
+def _reproducible() -> Iterator[None]:
+    """Lets the same steps give the same bits: by default the backward pass of attention adds in any order."""
+    # PyTorch asks for it, and cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    flags: Any = deterministic
+    before = torch.are_deterministic_algorithms_enabled(), flags.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    flags.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        flags.fill_uninitialized_memory = before[1]
+
+
+def _moved(tokens: Tensor, device: torch.device) -> Tensor:
+    return tokens.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tokens
