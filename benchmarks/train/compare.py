@@ -30,9 +30,9 @@ from gossamer.train import Corpus, Run, Transformer, preset
 RUNS: dict[str, dict[str, Any]] = {
     "silu": {"activation": "silu"},
     "relu": {"activation": "relu"},
-    "l1": {"activation": "relu", "l1": 5e-4, "reinitialize": 0.1},
-    "l1-dense": {"activation": "relu", "l1": 5e-4, "reinitialize": 0.1, "method": "fused"},
-    "l1-more": {"activation": "relu", "l1": 2e-3, "reinitialize": 0.1},
+    "l1": {"activation": "relu", "l1": 5e-4, "reinitialize": 0.1, "method": "auto"},
+    "l1-dense": {"activation": "relu", "l1": 5e-4, "reinitialize": 0.1},
+    "l1-more": {"activation": "relu", "l1": 2e-3, "reinitialize": 0.1, "method": "auto"},
     "l1-no-reinitialisation": {"activation": "relu", "l1": 5e-4},
     "plain-l1": {"activation": "relu", "gated": False, "l1": 5e-4, "reinitialize": 0.1},
 }

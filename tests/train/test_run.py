@@ -231,7 +231,7 @@ def test_on_a_gpu_blocks_go_on_lists_once_few_neurons_are_active(corpus: Corpus,
     """And those of a run that goes on between two choices, as those of one that was not stopped."""
     config = replace(
         SMALL, dtype="bfloat16", hidden=512, intermediate=8192, heads=8, length=64, batch=64, micro_batch=64, steps=70,
-        lr=1e-3, l1=3e-2,
+        method="auto", lr=1e-3, l1=3e-2,
     )  # fmt: skip
     Run(config, corpus, tmp_path / "whole", device="cuda", checkpoint_every=50).train()
     with pytest.raises(Stopped):

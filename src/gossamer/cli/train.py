@@ -68,6 +68,9 @@ def run(
     preset: str = typer.Option("tiny", help=f"Sizes: {', '.join(training.PRESETS)}; 0.5b to 2b are the paper's."),
     activation: str = typer.Option("relu", help="Of the blocks: relu, relu2 (squared ReLU) or silu."),
     gated: bool = typer.Option(True, "--gated/--plain", help="Whether blocks have a gate; plain ones are wider."),
+    method: str = typer.Option(
+        "fused", help="In training: fused computes every neuron, auto goes on lists of the active ones where that pays."
+    ),
     l1: float = typer.Option(0.0, min=0.0, help="Weight of L1 in the loss: 0 is dense, 2e-5 the paper's."),
     l1_warmup: int = typer.Option(0, min=0, help="Steps before L1 begins."),
     l1_ramp: int = typer.Option(0, min=0, help="Steps in which it grows to its weight then."),
@@ -112,7 +115,8 @@ def run(
         given = {name: value for name, value in given.items() if value is not None}
         tokens = training.Corpus(corpus)
         config = training.preset(
-            preset, activation=activation, gated=gated, l1=l1, l1_warmup=l1_warmup, l1_ramp=l1_ramp, seed=seed,
+            preset, activation=activation, gated=gated, method=method,
+            l1=l1, l1_warmup=l1_warmup, l1_ramp=l1_ramp, seed=seed,
             reinitialize=reinitialize, dtype=dtype,
             **{"vocabulary": tokens.vocabulary, **given, **_fields(set_)},
         )  # fmt: skip

@@ -55,7 +55,7 @@ class _Sparse(nn.Module):
         """The result, or None where the activation is not sparse, or a gradient is needed and the path computes all."""
         of_up = (None, None) if up is None else weight_and_bias(up)
         weights = (*weight_and_bias(gate), *of_up, *weight_and_bias(down))
-        options = {"activation": self.activation, "recompute": recompute, "with_activity": self.l1}
+        options: dict[str, Any] = {"activation": self.activation, "recompute": recompute, "with_activity": self.l1}
         out = self.sparse_block(x, *weights, **options)
         return Outputs(*out) if self.l1 and out is not None else out
 

@@ -53,7 +53,7 @@ class Config:
     vocabulary: int = 49_152
     activation: str = "relu"
     gated: bool = True
-    method: str = "auto"
+    method: str = "fused"
     length: int = 2048
     batch: int = 512
     micro_batch: int = 8
