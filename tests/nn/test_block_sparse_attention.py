@@ -214,7 +214,7 @@ def test_positions_are_whole_numbers(device: torch.device) -> None:
     layout = Layout.from_mask(torch.ones(1, 1, 1, device=device).bool(), 16, size=(10, 10))
     module = BlockSparseAttention(32, 2, layout=layout, rope_theta=10000.0).to(device)
     x = torch.randn(2, 10, 32, device=device)
-    with pytest.raises(TypeError, match="nn.BlockSparseAttention: position_ids must be int32 or int64, got bool"):
+    with pytest.raises(TypeError, match=r"nn\.BlockSparseAttention: position_ids must be int32 or int64, got bool"):
         module(x, position_ids=torch.ones(2, 10, dtype=torch.bool, device=device))
     with pytest.raises(ValueError, match=r"position_ids must have shape \[T\] or \[B, T\] .* got \[9\]"):
         module(x, position_ids=torch.arange(9, device=device))
