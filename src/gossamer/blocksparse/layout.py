@@ -199,7 +199,8 @@ class Layout:
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of blocks to make room for.")
         parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
-        return Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts, filled=filled)
+        whole = Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts)
+        return replace(whole, filled=filled)
 
     @staticmethod
     def from_dense(x: Tensor, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
@@ -524,7 +525,8 @@ def _flatten(layout: Layout) -> tuple[list[Any], Any]:
 
 def _unflatten(tensors: Iterable[Any], given: Any) -> Layout:
     *lists, elements = tensors
-    return Layout(*given[:3], *lists, filled=given[3], elements=elements)
+    shape, block, size, filled = given
+    return replace(Layout(shape, block, size, *lists), filled=filled, elements=elements)
 
 
 _pytree.register_pytree_node(

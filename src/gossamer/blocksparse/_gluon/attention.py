@@ -131,33 +131,31 @@ def cut_at(elements_ptr, entry):
 
 
 @gluon.jit
-def taken(
-    elements_ptr, start, lines, columns, part, WORDS: gl.constexpr, SPLIT: gl.constexpr, BEFORE: gl.constexpr
+def without(
+    x, absent, elements_ptr, start, lines, columns, part, SPLIT: gl.constexpr, BEFORE: gl.constexpr
 ):  # fmt: skip
-    """Which elements of a tile its block takes, by words that begin at `start`; all where that is 0. `lines` are those
-    of the block, behind BEFORE words; along a line it has SPLIT tiles of WORDS words, of which this is `part`."""
-    at = elements_ptr + (start + BEFORE + part * WORDS) + lines * (SPLIT * WORDS)
-    bits = gl.expand_dims(gl.load(at, mask=start > 0, other=-1), 1) >> gl.expand_dims(columns & 31, 0)
-    for word in gl.static_range(1, WORDS):
-        own = gl.expand_dims(gl.load(at + word, mask=start > 0, other=-1), 1) >> gl.expand_dims(columns & 31, 0)
-        bits = gl.where(gl.expand_dims(columns >= 32 * word, 0), own, bits)
-    return (bits & 1) != 0
+    """A tile with `absent` at the elements that its block leaves out, whose words begin at `start`. `lines` are counted
+    in the block, behind BEFORE words; along a line it has SPLIT tiles, of which this is `part`."""
+    if elements_ptr is not None:
+        if start > 0:
+            WORDS: gl.constexpr = x.shape[1] // 32
+            at = elements_ptr + (start + BEFORE + part * WORDS) + lines * (SPLIT * WORDS)
+            bits = gl.expand_dims(gl.load(at), 1) >> gl.expand_dims(columns & 31, 0)
+            for word in gl.static_range(1, WORDS):
+                own = gl.expand_dims(gl.load(at + word), 1) >> gl.expand_dims(columns & 31, 0)
+                bits = gl.where(gl.expand_dims(columns >= 32 * word, 0), own, bits)
+            x = gl.where((bits & 1) != 0, x, absent)
+    return x
 
 
 @gluon.jit
-def masked(x, absent, at, whole, last, keys, elements_ptr, start, lines, part, CONFIG: gl.constexpr):
-    """A tile of keys from `at` on, with `absent` at those past `last` of their line, and at those that their block
-    leaves out. Up to `whole` none is past it, and a whole block has no words: then nothing is looked at."""
-    cut = at + x.shape[1] > whole
-    if elements_ptr is not None:
-        cut = cut | (start > 0)
-    if cut:
-        met = gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1)
-        if elements_ptr is not None:
-            SIDE: gl.constexpr = CONFIG.split_q * x.shape[0]
-            met &= taken(elements_ptr, start, lines % SIDE, keys, part, x.shape[1] // 32, CONFIG.split_k, 0)
-        x = gl.where(met, x, absent)
-    return x
+def masked(s, at, whole, last, keys, elements_ptr, start, lines, part, CONFIG: gl.constexpr):
+    """Scores of keys from `at` on; those past `last` of their row are none, nor are those that their block leaves out.
+    Up to `whole` none is past it."""
+    SIDE: gl.constexpr = CONFIG.split_q * s.shape[0]
+    if at + s.shape[1] > whole:
+        s = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), s, float("-inf"))
+    return without(s, float("-inf"), elements_ptr, start, lines % SIDE, keys, part, CONFIG.split_k, 0)
 
 
 @gluon.jit
@@ -324,7 +322,7 @@ def _attention_fwd_kernel(
         s = warpgroup_mma_wait(0, deps=(s,))
         thread_barrier()
         fetch(k_desc, k_bufs, k_ready, 0, batch, head // GROUP, ahead, K_STAGES < steps)
-        s = masked(s, float("-inf"), at, whole, last, keys, elements_ptr, start, lines, 0, CONFIG)
+        s = masked(s, at, whole, last, keys, elements_ptr, start, lines, 0, CONFIG)
         weight, _, m, total = soften(s, m, total, scale)
         p = gl.convert_layout(weight.to(q_desc.dtype), weights)
         for step in range(1, steps):
@@ -344,7 +342,7 @@ def _attention_fwd_kernel(
                 old = step - 2
                 fetch(v_desc, v_bufs, v_ready, old % STAGES, batch, head // GROUP, behind, old + STAGES < steps)
                 behind = tile_at(columns_ptr, begin, step - 1 + STAGES, steps, SPLIT_K, BLOCK_N)
-            s = masked(s, float("-inf"), at, whole, last, keys, elements_ptr, start, lines, step % SPLIT_K, CONFIG)
+            s = masked(s, at, whole, last, keys, elements_ptr, start, lines, step % SPLIT_K, CONFIG)
             weight, factor, m, total = soften(s, m, total, scale)
             o = warpgroup_mma_wait(0, deps=(o,))
             o = o * gl.expand_dims(gl.convert_layout(factor, gl.SliceLayout(1, values)), 1)

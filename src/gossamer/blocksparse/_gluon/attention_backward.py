@@ -41,7 +41,6 @@ from gossamer.blocksparse._gluon.attention import (
     example,
     exp2,
     fetch,
-    masked,
     matrix,
     matrix_of,
     owned,
@@ -51,9 +50,9 @@ from gossamer.blocksparse._gluon.attention import (
     ring_of,
     row_of,
     span,
-    taken,
     thread_barrier,
     tile_at,
+    without,
     without_padding,
 )
 from gossamer.blocksparse._gluon.attention_order import Order, launch_order
@@ -111,6 +110,7 @@ def _attention_dq_kernel(
     lines = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores))
     keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
     last, whole = ends_of(first, lines, limit, shift, CONFIG.causal)
+    inner = lines % (CONFIG.split_q * BLOCK)
     stats_ptr += pair.to(gl.int64) * (2 * padded)
     # The last tiles of a block may lie beyond all statistics.
     known = lines < padded
@@ -141,10 +141,13 @@ def _attention_dq_kernel(
         free = (step + STAGES - 1) % (STAGES + 1)
         later = (step > 1) & (step + STAGES - 1 < steps)
         fetch(k_desc, k_bufs, k_ready, free, batch, head // GROUP, ahead_k, later)
-        change = exp2(s * scale - lse) * (dp - delta)
-        change = masked(change, 0.0, at, whole, last, keys, elements_ptr, start, lines, step % SPLIT_K, CONFIG)
+        p = exp2(s * scale - lse)
+        if at + BLOCK > whole:
+            p = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), p, 0.0)
+            dp = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), dp, 0.0)
+        p = without(p, 0.0, elements_ptr, start, inner, keys, step % SPLIT_K, SPLIT_K, 0)
         dq = warpgroup_mma_wait(0, deps=(dq,))
-        ds = gl.convert_layout(change.to(q_desc.dtype), operand)
+        ds = gl.convert_layout((p * (dp - delta)).to(q_desc.dtype), operand)
     if steps > 0:
         dq = warpgroup_mma(ds, matrix(k_bufs, (steps - 1) % (STAGES + 1)), dq, use_acc=steps > 1, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
@@ -184,28 +187,20 @@ def column_of(
 
 
 @gluon.jit
-def masked_columns(p, at, inner, keys, end, limit, shift, elements_ptr, start, step, CONFIG: gl.constexpr):
+def masked_columns(p, at, inner, keys, end, limit, shift, elements_ptr, cut, step, CONFIG: gl.constexpr):
     """Weights of keys up to `end` by lines from `at` on; those of pairs that do not meet are 0, as are those that their
     block leaves out. The words of keys stand behind those of its lines."""
     TILE: gl.constexpr = p.shape[0]
     BLOCK_K: gl.constexpr = CONFIG.split_k * TILE
     BEFORE: gl.constexpr = CONFIG.split_q * TILE * (BLOCK_K // 32)
-    last = limit
+    rows = gl.expand_dims(keys, 1)
     if CONFIG.causal:
-        last = gl.minimum(at + (shift + 1), limit)
-    cut = last < end
-    if elements_ptr is not None:
-        cut = cut | (start > 0)
-    if cut:
-        met = gl.expand_dims(keys, 1) < limit
-        if CONFIG.causal:
-            met &= gl.expand_dims(keys, 1) <= gl.expand_dims(at + inner + shift, 0)
-        if elements_ptr is not None:
-            met &= taken(
-                elements_ptr, start, keys % BLOCK_K, inner, step % CONFIG.split_q, TILE // 32, CONFIG.split_q, BEFORE
-            )
-        p = gl.where(met, p, 0.0)
-    return p
+        if gl.minimum(at + (shift + 1), limit) < end:
+            p = gl.where(rows < gl.minimum(gl.expand_dims(at + inner, 0) + (shift + 1), limit), p, 0.0)
+    elif limit < end:
+        p = gl.where(rows < limit, p, 0.0)
+    part = step % CONFIG.split_q
+    return without(p, 0.0, elements_ptr, cut, keys % BLOCK_K, inner, part, CONFIG.split_q, BEFORE)
 
 
 @gluon.jit
