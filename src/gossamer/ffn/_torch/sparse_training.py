@@ -135,7 +135,7 @@ def sparse_training_bwd(
         if some.numel():
             gate[some - block.start] = of.gate(some)
             if up is not None:
-                up[some - block.start] = of.up(some)
+                up[some - block.start] = linear(x[some], up_weight, up_bias)  # type: ignore[arg-type]
         active = gate != 0
         through = (grad[block] @ down_weight).to(wide)
         slope = 2 * gate.to(wide) if squared else torch.ones_like(gate, dtype=wide)
@@ -148,7 +148,7 @@ def sparse_training_bwd(
             grads.append(torch.where(active, through * hidden, 0).to(x.dtype))
             hidden = torch.where(active, hidden * up, 0)
         down += (hidden.t() @ grad[block]).to(wide)
-        dx[block] = sum(part @ weight for part, weight in zip(grads, (gate_weight, up_weight)))  # type: ignore[misc]
+        dx[block] = sum(part @ weight for part, weight in zip(grads, (gate_weight, up_weight)))  # type: ignore[misc, operator]
         for i, part_grad in enumerate(grads):
             weights[i] += (part_grad.t() @ x[block]).to(wide)
             sums[i] += part_grad.sum(0, dtype=wide)
