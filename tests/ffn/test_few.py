@@ -59,7 +59,9 @@ def test_entries_are_counted(device: torch.device, generator: torch.Generator) -
         parts = (a["x"], a["gate"], a["gate_bias"], None, None, None, a["down"], None)
         for step in (0, 1):
             _, nnz, sizes = sparse_ffn(*parts, True, False, step)
-            assert nnz.tolist() == (kept.sum(1).tolist() if step else []) and sizes.tolist() == [0] * step
+            assert nnz.tolist() == (kept.sum(1).tolist() if step else [])
+            if device.type == "cuda" or INTERPRET:
+                assert sizes.tolist() == [0] * step
 
 
 @pytest.mark.gpu

@@ -156,7 +156,7 @@ def test_the_cheapest_way() -> None:
     assert [costs.choose_path(k, 16, few) for k in (None, known(29), known(5000))] == ["fused", "gather", "fused"]
     # From W_down by rows whole lines are read for a column each.
     rows = replace(few, by_rows=True)
-    assert [costs.choose_path(known(100), 16, c) for c in (few, rows, replace(rows, line=8))] == [
+    assert [costs.choose_path(known(60), 16, c) for c in (few, rows, replace(rows, line=4))] == [
         "gather",
         "fused",
         "gather",

@@ -86,7 +86,7 @@ def test_same_logits_and_generations(kind: str, device: torch.device) -> None:
         for module in blocks(model):
             module.sparse_block.method = method
         assert_close(logits(model, ids), reference64=exact, plain=plain)
-        paths = {"gather", "union", "fused", "dense"} if method == "auto" else {method}
+        paths = {"gather", "union", "fused", "dense"} if method == "auto" else {method, "dense"}
         assert {module.sparse_block.last_path for module in blocks(model)} <= paths
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), text)
     assert list(model.state_dict()) == keys
@@ -123,7 +123,7 @@ def test_16_bit(kind: str, method: str, device: torch.device) -> None:
     plain, exact = logits(model, ids), logits(copy.deepcopy(model).cpu().double(), ids.cpu()).to(device)
     patch(model, sparse=method)
     assert_close(logits(model, ids), reference64=exact, plain=plain)
-    assert {module.sparse_block.last_path for module in blocks(model)} == {method}
+    assert {module.sparse_block.last_path for module in blocks(model)} <= {method, "dense"}
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Phi3", "Arcee", "OPT", "T5", "T5, gated"])
@@ -140,7 +140,8 @@ def test_training(kind: str, device: torch.device) -> None:
             patch(model, sparse=True)
     for name, grad in grads[0].items():
         torch.testing.assert_close(grads[1][name], grad, rtol=1e-3, atol=1e-5, msg=name)
-    assert all(module.sparse_block.last_path is None for module in blocks(model))
+    # Gated blocks train on lists of their entries where these are few, and half of them are active here.
+    assert all(module.sparse_block.last_path in (None, "dense", "fused") for module in blocks(model))
 
 
 def test_dropout_without_gradients(device: torch.device) -> None:
@@ -152,7 +153,9 @@ def test_dropout_without_gradients(device: torch.device) -> None:
         patch(model, sparse="gather")
         torch.manual_seed(3)
         torch.testing.assert_close(logits(model, ids), plain)
-        assert {module.sparse_block.last_path for module in blocks(model)} == paths
+        # Half of the neurons are active, so that a CPU multiplies all of a block.
+        found = {module.sparse_block.last_path for module in blocks(model)}
+        assert found == paths or (paths != {None} and found == {"dense"})
 
 
 class Adapter(nn.Linear):

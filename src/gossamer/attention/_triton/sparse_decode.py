@@ -19,7 +19,7 @@ from gossamer._core import launch, tuning
 from gossamer.attention._triton.key_lists import not_behind
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)
-CHUNKS: tl.constexpr = tl.constexpr(64)
+CHUNKS: tl.constexpr = tl.constexpr(16)
 """Chunks of BLOCK_N keys whose words a program looks at together, at most."""
 
 
@@ -197,7 +197,7 @@ EXAMPLES = {
             "scale": "fp32",
         },
         "constexprs": {
-            "ROOM": 4096, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "CAUSAL": True,
+            "ROOM": 1024, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "CAUSAL": True,
         },
         "num_warps": 4,
     },
