@@ -48,6 +48,7 @@ def _backward(ctx: Any, grad: Tensor | None, penalty: Tensor | None, *_: Any) ->
     x, up_weight, down_weight = saved[0], saved[4], saved[6]
     if grad is None:
         grad = x.new_zeros(x.shape[0], down_weight.shape[0])
+    penalty = None if penalty is None else penalty.reshape(1)
     dx, gate, up, down, sums = sparse_training_bwd(grad, penalty, *saved, ctx.squared)
     gate_dtype, up_dtype, down_dtype = ctx.dtypes
     return (
@@ -95,4 +96,5 @@ sparse_training_bwd = register(
     once_differentiable="ffn.gated",
 )
 """-> gradients of x, W_gate, W_up (`[0]` in a plain block) and W_down `[N, D]`; and the sums `[2, N]` of those of the
-gate's and of the up projection's pre-activations, float32. `penalty`: the gradient of the second result, or None."""
+gate's and of the up projection's pre-activations, float32. `penalty`: the gradient of the second result, `[1]`, or
+None."""

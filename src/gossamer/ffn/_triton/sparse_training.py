@@ -85,7 +85,7 @@ def sparse_training_bwd(
     """Operator `sparse_training_bwd`, as its registration says."""
     weights = Weights(gate_weight, gate_bias, threshold, up_weight, up_bias, turned(down_weight))
     n = weights.gate.shape[0]
-    share = None if penalty is None else (penalty / x.shape[0]).float().reshape(1)
+    share = None if penalty is None else (penalty / x.shape[0]).float()
     up = None if up_weight is None else up_values
     by_neuron = column_lists(values, up, columns, offsets, n, squared)
     grad_down, dots = train_columns.down_gradients(by_neuron, grad, weights.down)
