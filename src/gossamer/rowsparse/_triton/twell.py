@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse._triton.pack import (
     append_entries,
     chunk_columns,
     clear_slots,
     count_bits,
     load_chunk,
-    load_threshold,
     nonzero_bits,
     scan_tile,
     word_bits,
@@ -51,7 +51,7 @@ def _pack_twell_kernel(
                     if factors_ptr is not None:
                         limit *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
                 if threshold_ptr is not None:
-                    limit = load_threshold(threshold_ptr + begin, 1, columns, width)
+                    limit = load_threshold(threshold_ptr + begin, 1, columns, columns < width)
                 bits = word_bits(~(x.to(tl.float32) <= limit) & (columns < width), VEC)
             else:
                 bits = nonzero_bits(x, VEC)

@@ -8,20 +8,9 @@ serves as the container's source without another buffer. There -0.0 stands for a
 import triton
 import triton.language as tl
 
-from gossamer.rowsparse._triton.pack import chunk_columns, load_threshold, pop_lowest
-from gossamer.sae._triton.select import add_bias, load_pre
-
-
-@triton.jit
-def load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW: tl.constexpr):
-    """What pre-activations have to exceed: the threshold, with WINDOW less `radius`, or what stands in for both."""
-    if limits_ptr is not None:
-        return tl.load(limits_ptr + columns, mask=columns < N, other=float("inf")).to(tl.float32)
-    else:
-        limit = load_threshold(threshold_ptr, stride_t, columns, N)
-        if WINDOW:
-            limit = limit - radius
-        return limit
+from gossamer.rowsparse._triton.limit import add_bias, load_threshold
+from gossamer.rowsparse._triton.pack import chunk_columns, pop_lowest
+from gossamer.sae._triton.select import load_pre
 
 
 @triton.jit
@@ -34,9 +23,9 @@ def append_active(
     slot = base + tl.cumsum(counts, axis=0) - counts
     while tl.max(bits, axis=0) > 0:
         column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
-        value = add_bias(tl.load(z_ptr + column, mask=held, other=0.0), bias_ptr, column, N)
+        value = add_bias(tl.load(z_ptr + column, mask=held, other=0.0), bias_ptr, column, column < N)
         if WINDOW:
-            below = value <= load_threshold(threshold_ptr, stride_t, column, N)
+            below = value <= load_threshold(threshold_ptr, stride_t, column, column < N)
             active += (held & ~below).to(tl.int32)
             value = tl.where(below, 0.0, value)
         tl.store(values_ptr + slot, value, mask=held & (slot < limit))
@@ -48,8 +37,8 @@ def append_active(
 @triton.jit
 def activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW: tl.constexpr):
     """What exceeds the threshold, and a mark for what lies in the window."""
-    pre = add_bias(z, bias_ptr, columns, N)
-    threshold = load_threshold(threshold_ptr, stride_t, columns, N)
+    pre = add_bias(z, bias_ptr, columns, columns < N)
+    threshold = load_threshold(threshold_ptr, stride_t, columns, columns < N)
     out = tl.where(pre <= threshold, 0.0, pre)
     if WINDOW:
         # A literal -0.0 would become +0.0 on its way through the compiler.

@@ -3,17 +3,17 @@
 `encode_path.choose_path` names the path. "bound" never writes the pre-activations (`topk`); the others start from them:
 "topk" lists candidates and takes the largest (`select`), "topk_rows" and both of BatchTopK find out what rows keep and
 emit that (`select`, `batchtopk`, `ranked_rows`), and what exceeds a threshold is listed by a program a row or, with few
-rows, by chunks of them (`encode_rows`, `encode_chunks`), or counted first where a CSR is wanted (`encode_csr`).
+rows, by chunks of them (`encode_rows`, `encode_chunks`), or by `list_entries` where a CSR is wanted.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gossamer.rowsparse._triton.list_entries import Limit, list_all
 from gossamer.rowsparse.dense_product import copies_pay, padded, padded_product
 from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.encode_chunks import encode_chunks
-from gossamer.sae._triton.encode_csr import encode_csr
 from gossamer.sae._triton.encode_rows import encode_rows
 from gossamer.sae._triton.ranked_rows import ranked_rows
 from gossamer.sae.encode_path import Path, choose_path, copies_weight, named, row_stride
@@ -97,8 +97,8 @@ def activate(
         values, indices, nnz, l0 = select.row_topk(z, bias, k, scale)
         return values, indices, nnz, z.new_empty(0, n), l0
     if path == "csr" and z.numel():
-        values, indices, offsets, l0 = encode_csr(z, bias, threshold, bandwidth)
-        return values, indices, offsets, z.new_empty(0, n), l0
+        l0 = (torch.zeros if bandwidth else torch.empty)(m, dtype=torch.float32, device=z.device)
+        return *list_all(z, Limit(bias, threshold, bandwidth / 2), l0), z.new_empty(0, n), l0
     slots = (m * k,) if capacity is None else (m, capacity)
     values, indices = z.new_empty(slots), torch.empty(slots, dtype=torch.int32, device=z.device)
     is_csr = capacity is None

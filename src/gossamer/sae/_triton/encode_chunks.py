@@ -12,13 +12,14 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
+from gossamer.rowsparse._triton.limit import add_bias, load_threshold
 from gossamer.rowsparse._triton.pack import (
     COUNT,
     publish,
     wait_and_sum,
 )
 from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
-from gossamer.sae._triton.select import add_bias, load_pre
+from gossamer.sae._triton.select import load_pre
 
 
 @triton.jit
@@ -53,8 +54,8 @@ def _encode_split_kernel(
     flags_ptr += row * chunks
     start = chunk * BLOCK
     columns = pack.chunk_columns(start, BLOCK, VEC)
-    pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, N)
-    threshold = pack.load_threshold(threshold_ptr, stride_t, columns, N)
+    pre = add_bias(load_pre(z_ptr, columns, N), bias_ptr, columns, columns < N)
+    threshold = load_threshold(threshold_ptr, stride_t, columns, columns < N)
     if WINDOW:
         bits = pack.word_bits(~(pre <= threshold - radius) & (columns < N), VEC)
     else:

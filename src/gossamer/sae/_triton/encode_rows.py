@@ -1,8 +1,6 @@
 """Rows of pre-activations to sorted lists of what exceeds a threshold: a program a row.
 
-It walks its row in chunks and loads one ahead. Thresholds in float32 would be most of what many rows read, so they are
-first rounded to the 16 bits of the pre-activations, the same way for every comparison. Where rows do not fill the GPU
-see `encode_chunks`.
+It walks its row in chunks and loads one ahead. Where rows do not fill the GPU see `encode_chunks`.
 """
 
 import triton.language as tl
@@ -10,23 +8,9 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton import pack
-from gossamer.sae._triton._entries import GROUPS, activate_row, append_active, load_limit
-from gossamer.sae._triton.select import add_bias, load_pre
-
-
-@launch.kernel
-def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.constexpr):
-    """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - radius.
-
-    A number of that dtype exceeds the one if and only if it exceeds the other, and half the bytes say so.
-    """
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    limit = pack.load_threshold(threshold_ptr, stride_t, columns, N) - radius
-    rounded = limit.to(out_ptr.dtype.element_ty)
-    bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
-    below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -0x7FFF, bits + 1))
-    bits = tl.where(rounded.to(tl.float32) > limit, below, bits)
-    tl.store(out_ptr + columns, bits.to(tl.int16).to(out_ptr.dtype.element_ty, bitcast=True), mask=columns < N)
+from gossamer.rowsparse._triton.limit import add_bias, limits_of, load_limit, load_threshold
+from gossamer.sae._triton._entries import GROUPS, activate_row, append_active
+from gossamer.sae._triton.select import load_pre
 
 
 @launch.kernel
@@ -36,7 +20,7 @@ def _encode_row_kernel(
     EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (row): what exceeds the threshold, or with WINDOW what lies less than `radius` below it as well.
-    `limits_ptr` may stand in for both (see `_limits_kernel`)."""
+    `limits_ptr` may stand in for both (see `limits_of`)."""
     row, N = tl.program_id(0).to(tl.int64), pack.even_length(N, VEC, EVEN)
     z_ptr += row * N
     values_ptr += row * capacity
@@ -47,8 +31,8 @@ def _encode_row_kernel(
     for start in range(0, N, BLOCK):
         columns = pack.chunk_columns(start, BLOCK, VEC)
         following = load_pre(z_ptr, columns + BLOCK, N)
-        pre = add_bias(z, bias_ptr, columns, N)
-        limit = load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW)
+        pre = add_bias(z, bias_ptr, columns, columns < N)
+        limit = load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, columns < N, WINDOW)
         bits = pack.word_bits(~(pre <= limit) & (columns < N), VEC)
         counts = pack.count_bits(bits)
         count = tl.sum(counts, axis=0)
@@ -61,7 +45,7 @@ def _encode_row_kernel(
                 if WINDOW:
                     active += tl.sum(found, axis=0)
             elif WINDOW:
-                above = ~(pre <= pack.load_threshold(threshold_ptr, stride_t, columns, N))
+                above = ~(pre <= load_threshold(threshold_ptr, stride_t, columns, columns < N))
                 active += tl.sum((above & (columns < N)).to(tl.int32))
         base += count
         z = following
@@ -73,17 +57,6 @@ def _encode_row_kernel(
             # A warp may still read what another is about to overwrite.
             tl.debug_barrier()
             activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, 0, N, BLOCK, VEC, WINDOW)
-
-
-def limits_of(z: Tensor, threshold: Tensor | None, bandwidth: float) -> Tensor | None:
-    """What stands in for thresholds of z's columns, where those take more bytes than z has."""
-    if threshold is None or threshold.stride(0) == 0 or z.element_size() != 2:
-        return None
-    n = z.shape[1]
-    limits = z.new_empty(n)
-    args = (threshold, limits, threshold.stride(0), bandwidth / 2, n)
-    _limits_kernel((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
-    return limits
 
 
 def encode_rows(
@@ -99,12 +72,11 @@ def encode_rows(
     stride_t = 0 if threshold is None else threshold.stride(0)
     meta = {**pack.scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
     meta["EVEN"] = pack.is_even(n, z.element_size())
-    args = (z, bias, threshold, limits_of(z, threshold, bandwidth), *out, stride_t, bandwidth / 2, n, capacity)
+    args = (z, bias, threshold, limits_of(z, threshold, bandwidth / 2), *out, stride_t, bandwidth / 2, n, capacity)
     _encode_row_kernel((m, 1, 1), args, meta, num_warps=1)
 
 
 EXAMPLES = {
-    _limits_kernel: {"BLOCK": 1024},
     _encode_row_kernel: {
         "limits_ptr": None, "BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True, "EVEN": False,
         "num_warps": 1,

@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.rowsparse._triton.limit import add_bias
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, scan_tile, word_bits
 from gossamer.sae._triton._entries import GROUPS, append_active
-from gossamer.sae._triton.select import SHIFT, add_bias, load_pre, rank_key, settle_ties
+from gossamer.sae._triton.select import SHIFT, load_pre, rank_key, settle_ties
 
 
 @triton.jit
@@ -24,7 +25,7 @@ def keep_largest(
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
         z = load_pre(z_ptr, columns, N)
-        pre = add_bias(z, bias_ptr, columns, N)
+        pre = add_bias(z, bias_ptr, columns, columns < N)
         key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
         ties, seen = settle_ties(word_bits(key == kth, VEC), need, seen, VEC)
         tied = (ties[:, None] >> tl.arange(0, VEC)[None, :]) & 1
