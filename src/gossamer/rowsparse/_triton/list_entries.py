@@ -21,6 +21,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.limit import add_bias, limits_of, load_limit, load_threshold
+from gossamer.rowsparse.formats import empty_ell
 from gossamer.rowsparse.pack import MOST_ENTRIES, default_capacity
 
 DONE = tl.constexpr(1 << 31)
@@ -98,16 +99,16 @@ def wait_sum(flag_ptr, epoch):
 
 
 @triton.jit
-def sum_before(flags_ptr, piece, epoch):
-    """The number of entries of all pieces before `piece`: int64, folded.
+def sum_before(flags_ptr, first, piece, epoch):
+    """The number of entries of the pieces from `first` on and before `piece`: int64, folded.
 
     An epoch is compared for equality: launches of several host threads may reach the stream in another order.
     """
     at = tl.arange(0, LOOK)
     total = tl.zeros([], tl.int64)
     end = piece
-    while end > 0:
-        inside = end - LOOK + at >= 0
+    while end > first:
+        inside = end - LOOK + at >= first
         last = -1
         run = tl.full([], UNKNOWN, tl.int64)
         while run >= UNKNOWN:
@@ -117,7 +118,7 @@ def sum_before(flags_ptr, piece, epoch):
             counts = tl.where(ready, words & SUM, UNKNOWN)
             run = tl.sum(tl.where(inside & (at >= last), counts, 0), axis=0)
         total += run
-        end = tl.where(last >= 0, 0, end - LOOK)
+        end = tl.where(last >= 0, first, end - LOOK)
     return folded(total)
 
 
@@ -155,14 +156,14 @@ def piece_bits(
 
 @triton.jit
 def write_entries(
-    x_ptr, bias_ptr, threshold_ptr, stride_t, radius, values_ptr, indices_ptr, bits, place, row, stride_xm, begin, room,
+    x_ptr, bias_ptr, threshold_ptr, stride_t, radius, values_ptr, indices_ptr, bits, place, row, stride_xm, begin,
     WORDS: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Every word writes its lowest entry in turn, so the work follows the fullest word, which has 1 or 2 in sparse
-    data. `place` (start of the row's list, int64; 16-bit places within it by chunk) says where a word's entries go.
+    data. `place` (start and end of the row's room, int64; 16-bit places by chunk) says where a word's entries go.
     Returns how many of a word's entries exceed the threshold, with WINDOW, in which the others have the value 0."""
     lane = tl.arange(0, ROWS * WORDS) % WORDS
-    start, within = place
+    start, room, within = place
     active = tl.zeros([ROWS * WORDS], tl.int32)
     for _ in range(tl.max(sum_bytes(ones_in_bytes(bits)), axis=0)):
         held = bits != 0
@@ -184,6 +185,17 @@ def write_entries(
     return active
 
 
+@triton.jit
+def clear_slots(values_ptr, indices_ptr, rows, counts, M, room, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Marks the slots behind the entries of rows that have `room` slots each."""
+    for first in range(tl.min(tl.where(rows < M, counts, room), axis=0), room, BLOCK):
+        slots = first + tl.arange(0, BLOCK)
+        mask = (rows < M)[:, None] & (slots[None, :] >= counts[:, None]) & (slots < room)[None, :]
+        at = rows[:, None] * room + slots[None, :]
+        tl.store(indices_ptr + at, -1, mask=mask)
+        tl.store(values_ptr + at, 0.0, mask=mask)
+
+
 @launch.kernel(do_not_specialize=["epoch"])
 def _list_entries_kernel(
     x_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, starts_ptr, counts_ptr, l0_ptr, flags_ptr,
@@ -194,8 +206,8 @@ def _list_entries_kernel(
     """Program (ROWS rows, piece of them), pieces fastest; where ROWS is not 1, `pieces` is.
 
     Where `radius` is None entries are the elements that differ from 0. `starts_ptr` gets the sum of all counts behind
-    the starts. Counts are true, and starts folded, also of rows whose entries find no room. With a WINDOW the entries
-    above their threshold are added to what `l0_ptr` holds.
+    the starts; without it each row has `room` slots of its own. Counts are true, and starts folded, also of rows whose
+    entries find no room. With a WINDOW the entries above their threshold are added to what `l0_ptr` holds.
     """
     pid = tl.program_id(0)
     part = pid % pieces
@@ -210,37 +222,43 @@ def _list_entries_kernel(
     by_chunk = tl.sum(fields, axis=1)
     counts = sum_fields(by_chunk)
     count = tl.sum(counts, axis=0)
-    publish(flags_ptr + pid, epoch, count.to(tl.int64))
+    if flags_ptr is not None:
+        publish(flags_ptr + pid, epoch, count.to(tl.int64))
     chunks_before = (by_chunk << 16) + (by_chunk << 32) + (by_chunk << 48)
     within = tl.cumsum(fields, axis=1) - fields + chunks_before[:, None]
-    base = sum_before(flags_ptr, pid, epoch)
-    end = folded(base + count)
-    publish(flags_ptr + pid, epoch, end | DONE)
-    start = base + tl.cumsum(counts, axis=0) - counts
+    base = tl.zeros([], tl.int64)
+    if flags_ptr is not None:
+        base = sum_before(flags_ptr, pid - part if starts_ptr is None else 0, pid, epoch)
+        publish(flags_ptr + pid, epoch, folded(base + count) | DONE)
+    start = rows * room + base if starts_ptr is None else base + tl.cumsum(counts, axis=0) - counts
     if count > 0:
         of_row = tl.broadcast_to(start[:, None], [ROWS, WORDS]).reshape([ROWS * WORDS])
-        place = of_row, within.reshape([ROWS * WORDS])
+        end = (row + 1) * room if starts_ptr is None else room
         active = write_entries(
-            x_ptr, bias_ptr, threshold_ptr, stride_t, radius, values_ptr, indices_ptr, bits, place, row, stride_xm,
-            begin, room, WORDS, VEC, ROWS, WINDOW,
+            x_ptr, bias_ptr, threshold_ptr, stride_t, radius, values_ptr, indices_ptr, bits,
+            (of_row, end, within.reshape([ROWS * WORDS])), row, stride_xm, begin, WORDS, VEC, ROWS, WINDOW,
         )  # fmt: skip
         if WINDOW and l0_ptr is not None:
             found = tl.sum(active.reshape([ROWS, WORDS]), axis=1).to(tl.float32)
             # Whole numbers: the sum does not depend on the order of arrival.
             tl.atomic_add(l0_ptr + rows, found, mask=rows < M, sem="relaxed")
-    if part == 0:
-        tl.store(starts_ptr + rows, folded(start), mask=rows < M)
+    if starts_ptr is not None:
+        if part == 0:
+            tl.store(starts_ptr + rows, folded(start), mask=rows < M)
+        if pid == tl.num_programs(0) - 1:
+            tl.store(starts_ptr + M, folded(base + count))
     if part == pieces - 1:
-        if pieces > 1:
-            first = tl.zeros([], tl.int64)
+        if starts_ptr is None:
+            counts += base.to(tl.int32)
+            clear_slots(values_ptr, indices_ptr, rows, counts, M, room, ROWS, 1024 // ROWS)
+        elif pieces > 1:
+            before = tl.zeros([], tl.int64)
             if pid >= pieces:
-                first = wait_sum(flags_ptr + pid - pieces, epoch)
-            counts += ((base - first) & (FOLD - 1)).to(tl.int32)
+                before = wait_sum(flags_ptr + pid - pieces, epoch)
+            counts += ((base - before) & (FOLD - 1)).to(tl.int32)
         tl.store(counts_ptr + rows, counts, mask=rows < M)
         if l0_ptr is not None and not WINDOW:
             tl.store(l0_ptr + rows, counts, mask=rows < M)
-        if pid == tl.num_programs(0) - 1:
-            tl.store(starts_ptr + M, end)
 
 
 class Limit(NamedTuple):
@@ -284,26 +302,46 @@ def list_entries(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `list_entries`; with a limit, what is kept of x by that. `l0` (float32 `[M]`, zeros) gets how many
     entries of each row exceed its threshold."""
-    (m, n), device = x.shape, x.device
+    m, device = x.shape[0], x.device
     values, indices = x.new_empty(room), torch.empty(room, dtype=torch.int32, device=device)
+    make = torch.empty if x.numel() else torch.zeros
+    starts = make(m + 1, dtype=torch.int64, device=device)
+    counts = make(m, dtype=torch.int32, device=device)
+    _launch(x, (values, indices, starts, counts, l0), room, limit)
+    return values, indices, starts, counts
+
+
+def list_slots(
+    x: Tensor, capacity: int, limit: Limit | None = None, l0: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, counts) likewise, where each row has `capacity` slots; those without an entry are marked."""
+    values, indices, counts = empty_ell(x, x.shape[0], capacity)
     if x.numel() == 0:
-        starts = torch.zeros(m + 1, dtype=torch.int64, device=device)
-        return values, indices, starts, torch.zeros(m, dtype=torch.int32, device=device)
-    starts = torch.empty(m + 1, dtype=torch.int64, device=device)
-    counts = torch.empty(m, dtype=torch.int32, device=device)
+        return values.zero_(), indices.fill_(-1), counts.zero_()
+    _launch(x, (values, indices, None, counts, l0), capacity, limit)
+    return values, indices, counts
+
+
+def _launch(x: Tensor, out: tuple[Tensor | None, ...], room: int, limit: Limit | None) -> None:
+    """Fills out: values, indices, starts or None, counts and l0 or None."""
+    m, n = x.shape
+    if m == 0 or n == 0:
+        return
     x = rows_contiguous(x)
     sizes, pieces, warps = cut(m, n, x.element_size())
     programs = launch.cdiv(m, sizes["ROWS"]) * pieces
+    flags: tuple[Tensor | None, int] = (None, 0)
+    if out[2] is not None or pieces > 1:
+        flags = launch.flags.get(programs, x.device)
     by: tuple[Any, ...] = (None, None, None)
     stride_t = radius = None
     if limit is not None:
         stride_t, radius = 0 if limit.threshold is None else limit.threshold.stride(0), float(limit.radius)
         # Where rows are few their thresholds are not worth a launch.
         by = (limit.bias, limit.threshold, limits_of(x, limit.threshold, radius) if m >= 512 else None)
-    args = (x, *by, values, indices, starts, counts, l0, *launch.flags.get(programs, device), stride_t, radius)
+    args = (x, *by, *out, *flags, stride_t, radius, x.stride(0), m, n, pieces, room)
     meta = {**sizes, "EVEN": (n | x.stride(0)) % sizes["VEC"] == 0, "WINDOW": bool(radius)}
-    _list_entries_kernel((programs, 1, 1), (*args, x.stride(0), m, n, pieces, room), meta, num_warps=warps)
-    return values, indices, starts, counts
+    _list_entries_kernel((programs, 1, 1), args, meta, num_warps=warps)
 
 
 def list_all(x: Tensor, limit: Limit | None, l0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

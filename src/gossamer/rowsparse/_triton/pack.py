@@ -1,10 +1,6 @@
-"""Dense rows to lists of entries.
+"""Words of a dense row: how they are loaded, which of their elements are entries, and how programs add up counts.
 
-Two ways over the same step, `append_entries`. With many rows one program walks one row and needs nobody else: the
-rows alone fill the GPU. With few rows, one program takes one chunk of a row; it publishes its count, adds up the counts
-of the chunks before it (they started earlier, so waiting for them cannot deadlock; CUB's single-pass scan rests on
-the same order of dispatch) and writes its entries where they belong. Either way entries come out sorted by column and
-x is read once. 16 bytes a thread and load, and 32 bytes to 64 in flight: the scan should run at memory bandwidth.
+A thread holds 16 bytes of a row, a *word*, and a bit for each of its elements.
 """
 
 from typing import Any
@@ -14,9 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse.formats import empty_ell
-from gossamer.rowsparse.pack import one_program_a_row
+from gossamer.rowsparse._triton.list_entries import list_slots
 
 INTERPRET = tl.constexpr(launch.INTERPRET)
 DONE = tl.constexpr(1 << 31)
@@ -150,80 +144,12 @@ def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
 
 
 @triton.jit
-def scan_chunk(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch, chunk, chunks, lead, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, SHIFTED: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one row into the row's list; all pointers are the row's."""
-    start = chunk * BLOCK
-    bits = nonzero_bits(load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
-    counts = count_bits(bits)
-    count = tl.sum(counts, axis=0)
-    publish(flags_ptr + chunk, epoch, count)
-    if (count > 0) | (chunk == chunks - 1):
-        base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
-        if base < capacity:
-            append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, lead, BLOCK, VEC)
-        if nnz_ptr is not None:
-            if chunk == chunks - 1:
-                tl.store(nnz_ptr, base + count)
-
-
-@triton.jit
 def clear_slots(values_ptr, indices_ptr, first, capacity, step, BLOCK: tl.constexpr):
     """Marks BLOCK slots from `first` on, and again every `step` slots up to capacity, as holding no entry."""
     for slot in range(first, capacity, step):
         slots = slot + tl.arange(0, BLOCK)
         tl.store(indices_ptr + slots, -1, mask=slots < capacity)
         tl.store(values_ptr + slots, 0.0, mask=slots < capacity)
-
-
-@launch.kernel(do_not_specialize=["epoch"])
-def _pack_split_kernel(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch, stride_xm, N, capacity, chunks,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, FLAGS: tl.constexpr,
-):  # fmt: skip
-    """Program (row, chunk), chunks fastest."""
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    chunk = tl.program_id(0) % chunks
-    begin, lead, N = row_start(row * stride_xm, N, VEC, SHIFTED)
-    values_ptr += row * capacity
-    indices_ptr += row * capacity
-    flags_ptr += row * chunks
-    scan_chunk(
-        x_ptr + begin, values_ptr, indices_ptr, nnz_ptr + row, flags_ptr, epoch, chunk, chunks, lead, N, capacity,
-        BLOCK, VEC, FLAGS, SHIFTED,
-    )  # fmt: skip
-    if chunk == chunks - 1:
-        first = wait_and_sum(flags_ptr, chunks, epoch.to(tl.int64) << 1, FLAGS)
-        clear_slots(values_ptr, indices_ptr, first, capacity, 256, 256)
-
-
-@launch.kernel
-def _pack_row_kernel(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, stride_xm, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, CLEAR: tl.constexpr,
-):  # fmt: skip
-    """Program (row): walks the row, with the next chunk's load in flight while it appends the present one's entries."""
-    row = tl.program_id(0).to(tl.int64)
-    begin, lead, N = row_start(row * stride_xm, N, VEC, SHIFTED)
-    x_ptr += begin
-    base = 0
-    values_ptr += row * capacity
-    indices_ptr += row * capacity
-    x = load_row_chunk(x_ptr, 0, lead, N, BLOCK, VEC, SHIFTED)
-    for start in range(0, N, BLOCK):
-        following = load_row_chunk(x_ptr, start + BLOCK, lead, N, BLOCK, VEC, SHIFTED)
-        bits = nonzero_bits(x, VEC)
-        counts = count_bits(bits)
-        count = tl.sum(counts, axis=0)
-        if (count > 0) & (base < capacity):
-            append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, lead, BLOCK, VEC)
-        base += count
-        x = following
-    tl.store(nnz_ptr + row, base)
-    if CLEAR:
-        clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
 
 
 def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
@@ -254,28 +180,6 @@ def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return chunks, {**sizes, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
 
 
-def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `pack_ell`; `clear=False` leaves slots without an entry unwritten, for callers that never look there."""
-    values, indices, nnz = empty_ell(x, x.shape[0], capacity)
-    if x.numel() == 0:
-        return values.zero_(), indices.fill_(-1), nnz.zero_()
-    x = rows_contiguous(x)
-    (m, n), sizes = x.shape, row_tile(x)
-    if one_program_a_row(m, n):
-        args = (x, values, indices, nnz, x.stride(0), n, capacity)
-        _pack_row_kernel((m, 1, 1), args, {**sizes, "CLEAR": clear}, num_warps=1)
-    else:
-        chunks, meta = split(n, sizes)
-        args = (x, values, indices, nnz, *launch.flags.get(m * chunks, x.device), x.stride(0), n, capacity, chunks)
-        _pack_split_kernel((m * chunks, 1, 1), args, meta, num_warps=1)
-    return values, indices, nnz
-
-
-EXAMPLES = {
-    _pack_split_kernel: {
-        "x_ptr": "*fp32", "values_ptr": "*fp32", "BLOCK": 1024, "VEC": 4, "SHIFTED": 1, "FLAGS": 64, "num_warps": 1,
-    },
-    _pack_row_kernel: {
-        "BLOCK": 2048, "VEC": 8, "SHIFTED": 1, "CLEAR": True, "num_warps": 1,
-    },
-}  # fmt: skip
+def pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `pack_ell`."""
+    return list_slots(x, capacity)
