@@ -13,7 +13,6 @@ from gossamer._core import launch
 from gossamer.rowsparse._triton.list_entries import list_slots
 
 INTERPRET = tl.constexpr(launch.INTERPRET)
-DONE = tl.constexpr(1 << 31)
 COUNT = tl.constexpr((1 << 31) - 1)
 
 
@@ -104,9 +103,9 @@ def pop_lowest(bits, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def append_entries(
-    bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, lead, BLOCK: tl.constexpr, VEC: tl.constexpr
+    bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, BLOCK: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """Writes a chunk's entries to slots base, base + 1, ... below limit, in order of column, less `lead`.
+    """Writes a chunk's entries to slots base, base + 1, ... below limit, in order of column.
 
     Every word emits its lowest bit in turn, so the work follows the fullest word, which is 1 or 2 in sparse data. The
     values are read again (they are in L1) rather than held in registers.
@@ -116,7 +115,7 @@ def append_entries(
         column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
         mask = held & (slot < limit)
         tl.store(values_ptr + slot, tl.load(x_ptr + column, mask=mask, other=0.0), mask=mask)
-        tl.store(indices_ptr + slot, column - lead, mask=mask)
+        tl.store(indices_ptr + slot, column, mask=mask)
         slot += held.to(tl.int32)
 
 
@@ -129,7 +128,7 @@ def publish(flag_ptr, epoch, count):
 
 @triton.jit
 def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
-    """Waits until each of the first `count` words, without its count, is `ready` or, if later, done; sums the counts.
+    """Waits until each of the first `count` words, without its count, is `ready`; sums the counts.
 
     Equality, not order: launches of several host threads may reach the stream in another order than their epochs.
     """
@@ -137,7 +136,7 @@ def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
     for first in range(0, count, FLAGS):
         chunk = first + tl.arange(0, FLAGS)
         words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
-        while tl.sum(((words >= 0) & ((words >> 31) != ready) & ((words >> 31) != (ready | 1))).to(tl.int32)) > 0:
+        while tl.sum(((words >= 0) & ((words >> 31) != ready)).to(tl.int32)) > 0:
             words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
         total += tl.sum(tl.where(chunk < count, words & COUNT, 0).to(tl.int32))
     return total

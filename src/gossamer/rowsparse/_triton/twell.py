@@ -59,7 +59,7 @@ def _pack_twell_kernel(
             count = tl.sum(counts, axis=0)
             if (count > 0) & (base < slots):
                 lists = (values_ptr + place, indices_ptr + place)
-                append_entries(bits, counts, x_ptr + begin, lists[0], lists[1], base, slots, start, 0, BLOCK, VEC)
+                append_entries(bits, counts, x_ptr + begin, lists[0], lists[1], base, slots, start, BLOCK, VEC)
             base += count
         tl.store(counts_ptr + row * tiles + at, base)
         total += base

@@ -1,16 +1,50 @@
 """Rows of pre-activations to sorted lists of the elements that exceed a threshold, in slots.
 
 The lister writes them. A row that has more entries than slots is overwritten by its activation afterwards, so that the
-pre-activations serve as the container's source.
+pre-activations serve as the container's source. There -0.0 stands for an entry of value 0, +0.0 for none.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.rowsparse._triton.limit import add_bias, load_threshold
 from gossamer.rowsparse._triton.list_entries import Limit, list_slots
-from gossamer.rowsparse._triton.pack import even_length, is_even, scan_tile
-from gossamer.sae._triton._entries import GROUPS, activate_row
+from gossamer.rowsparse._triton.pack import chunk_columns, even_length, is_even, scan_tile
+from gossamer.sae._triton.select import load_pre
+
+GROUPS = 128
+"""Words of a chunk: half as many as of `pack`, for thresholds take registers."""
+
+
+@triton.jit
+def activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW: tl.constexpr):
+    """What exceeds the threshold, and a mark for what lies in the window."""
+    pre = add_bias(z, bias_ptr, columns, columns < N)
+    threshold = load_threshold(threshold_ptr, stride_t, columns, columns < N)
+    out = tl.where(pre <= threshold, 0.0, pre)
+    if WINDOW:
+        # A literal -0.0 would become +0.0 on its way through the compiler.
+        minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+        out = tl.where((pre <= threshold) & (pre > threshold - radius), minus_zero, out)
+    return out
+
+
+@triton.jit
+def activate_row(
+    z_ptr, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK: tl.constexpr, VEC: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Overwrites a row of z, from column `begin` on and before `end`, by what it activates to."""
+    z = load_pre(z_ptr, chunk_columns(begin, BLOCK, VEC), end)
+    for start in range(begin, end, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        # Ahead of the store, behind which the compiler would leave it.
+        following = load_pre(z_ptr, columns + BLOCK, end)
+        out = activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, end, WINDOW)
+        tl.store(z_ptr + columns, out, mask=columns < end)
+        z = following
 
 
 @launch.kernel
