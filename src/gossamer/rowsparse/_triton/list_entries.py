@@ -278,23 +278,26 @@ class Cut(NamedTuple):
     warps: int
 
 
-WARPS = 4
-PIECE, CHUNK = 2048, 512
-"""Words of a piece, 32 KiB, and of one of its four chunks."""
+WARPS, WORDS = 4, 512
+"""Warps of a program, and words of a chunk."""
+MANY = 1 << 23
+"""Words of a matrix from which on chunks are twice as long: 152 us for 161 of 4,096 rows of 65,536 16-bit numbers. With
+a limit they would take more registers than there are."""
 
 
-def cut(m: int, n: int, element_size: int) -> Cut:
+def cut(m: int, n: int, element_size: int, limited: bool = False) -> Cut:
     """How m rows of n columns are cut into pieces, or short rows put into one."""
     vec = 16 // element_size
     words = launch.cdiv(n, vec)
-    pieces = launch.cdiv(words, PIECE)
+    chunk = 2 * WORDS if m * words >= MANY and not limited else WORDS
+    pieces = launch.cdiv(words, CHUNKS * chunk)
     # Chunks of fewer words than a warp has lanes would be read 16 bytes here and there.
-    width = min(CHUNK, max(launch.next_power_of_2(launch.cdiv(words, CHUNKS)), min(launch.next_power_of_2(words), 32)))
+    width = min(chunk, max(launch.next_power_of_2(launch.cdiv(words, CHUNKS)), min(launch.next_power_of_2(words), 32)))
     parts = launch.cdiv(launch.cdiv(words, pieces), width)
     # Many short rows share a program, few do not.
-    rows = 1 if pieces > 1 else min(CHUNK // width, launch.next_power_of_2(launch.cdiv(m, 256)))
-    rows = min(rows, launch.next_power_of_2(PIECE // (parts * width) // 2 + 1))
-    return Cut({"WORDS": width, "VEC": vec, "PARTS": parts, "ROWS": rows}, launch.cdiv(words, parts * width), WARPS)
+    rows = 1 if pieces > 1 else min(chunk // width, launch.next_power_of_2(launch.cdiv(m, 256)))
+    sizes = {"WORDS": width, "VEC": vec, "PARTS": parts, "ROWS": rows}
+    return Cut(sizes, launch.cdiv(words, parts * width), WARPS)
 
 
 def list_entries(
@@ -328,7 +331,7 @@ def _launch(x: Tensor, out: tuple[Tensor | None, ...], room: int, limit: Limit |
     if m == 0 or n == 0:
         return
     x = rows_contiguous(x)
-    sizes, pieces, warps = cut(m, n, x.element_size())
+    sizes, pieces, warps = cut(m, n, x.element_size(), limit is not None)
     programs = launch.cdiv(m, sizes["ROWS"]) * pieces
     flags: tuple[Tensor | None, int] = (None, 0)
     if out[2] is not None or pieces > 1:
