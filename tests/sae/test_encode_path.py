@@ -96,7 +96,7 @@ def test_density_follows(device: torch.device, mode: str, monkeypatch: pytest.Mo
     tracker = rowsparse.DensityTracker(lag=1)
     x, W = torch.randn(2, 1, 8, device=device), torch.randn(8, 2304, device=device)
     x.requires_grad_()
-    plain = "torch" if mode == "cpu" else "chunks"
+    plain = "torch" if mode == "cpu" else "rows"
 
     def call(**options: Any) -> Tensor:
         rows = sae.encode(x, W, density=tracker, **options)

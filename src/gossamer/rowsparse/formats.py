@@ -125,7 +125,7 @@ class CSR(RowSparse):
     Args:
         row_offsets: `[M + 1]`, int64: row r holds the entries `row_offsets[r]` to `row_offsets[r + 1]`. Offsets are
             true counts: a row that ends beyond the buffer overflowed and is to be read from `source`.
-        indices: `[max_nnz]`, int32 columns, ascending in each row; entries past `row_offsets[-1]` are padding.
+        indices: `[max_nnz]`, int32 columns, ascending in each row; slots past `row_offsets[-1]` hold anything.
         values: `[max_nnz]`, float.
         shape: `(..., N)` with M the product of the leading dimensions.
         source: `[M, N]`, dense, right at least for the overflowed rows; None promises that no row overflowed.

@@ -10,9 +10,10 @@ from gossamer._core import checks
 from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse import twell
 from gossamer.rowsparse._torch import pack as _cpu
+from gossamer.rowsparse._torch.list_entries import list_entries as _cpu_list_entries
 from gossamer.rowsparse._torch.twell import pack_twell as _cpu_pack_twell
 from gossamer.rowsparse.container import LinearSource, unchecked
-from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, empty_ell, empty_twell, offsets_of
+from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, empty_ell, empty_twell
 from gossamer.rowsparse.linear_source import dense_rows
 
 
@@ -89,14 +90,33 @@ def pack(
             capacity = min(capacity, n)
         values, indices, nnz = undispatched(pack_ell_operator, flat)(flat, capacity)
         return unchecked(ELL, values, indices, nnz, tuple(x.shape), None if capacity == n else source)
-    row_offsets = offsets_of(_count_rows(flat))
     if max_nnz is None:
-        checks.no_sync(operator, 'format="csr" with max_nnz=None', "Give max_nnz, or pack an ELL.")
-        max_nnz, source = int(row_offsets[-1]), None
-    elif not isinstance(max_nnz, int) or max_nnz < 0:
-        raise ValueError(f"{operator}: max_nnz must be an int of at least 0, got {max_nnz!r}.")
-    values, indices = _pack_csr(flat, row_offsets, max_nnz)
+        values, indices, row_offsets = _exactly(operator, flat)
+        source = None
+    elif not isinstance(max_nnz, int) or not 0 <= max_nnz <= MOST_ENTRIES:
+        raise ValueError(f"{operator}: max_nnz must be an int of at least 0 and at most 2^30, got {max_nnz!r}.")
+    else:
+        values, indices, row_offsets, _ = undispatched(list_entries_operator, flat)(flat, max_nnz)
     return unchecked(CSR, values, indices, row_offsets, tuple(x.shape), source)
+
+
+def _exactly(operator: str, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, row_offsets) of as many entries as x has. Lists them with room to spare, and only where they
+    find none once more."""
+    checks.no_sync(operator, 'format="csr" with max_nnz=None', "Give max_nnz, or pack an ELL.")
+    m, n = x.shape
+    values, indices, offsets, _ = list_entries_operator(x, min(m * default_capacity(n), MOST_ENTRIES))
+    total = int(offsets[-1])
+    if total > MOST_ENTRIES:
+        raise ValueError(f"{operator}: a CSR holds at most 2^30 entries, got more. Pack fewer rows at a time.")
+    if total > values.shape[0]:
+        values, indices, offsets, _ = list_entries_operator(x, total)
+    # Copies, for what is kept of a large batch is to be no larger than its entries.
+    return values[:total].clone(), indices[:total].clone(), offsets
+
+
+MOST_ENTRIES = 1 << 30
+"""Entries that one call can list."""
 
 
 def one_program_a_row(m: int, n: int) -> bool:
@@ -223,9 +243,22 @@ def _pack_context(ctx: Any, inputs: Any, output: Any) -> None:
     _, indices, *counts = output
     ctx.mark_non_differentiable(indices, *counts)
     ctx.set_materialize_grads(False)
-    # The offsets of a CSR are given; a TwELL's second input is its tile.
-    ctx.save_for_backward(indices, *(counts or (second,)))
+    # A TwELL's second input is its tile.
+    ctx.save_for_backward(indices, *counts)
     ctx.n, ctx.tile = x.shape[1], second if indices.dim() == 3 else None
+
+
+def _fake_list(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    m, counts = x.shape[0], x.new_empty(x.shape[0], dtype=torch.int32)
+    return x.new_empty(room), x.new_empty(room, dtype=torch.int32), x.new_empty(m + 1, dtype=torch.int64), counts
+
+
+def _list_context(ctx: Any, inputs: Any, output: Any) -> None:
+    _, indices, starts, counts = output
+    ctx.mark_non_differentiable(indices, starts, counts)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(indices, starts)
+    ctx.n, ctx.tile = inputs[0].shape[1], None
 
 
 def _pack_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
@@ -282,18 +315,12 @@ pack_ell_operator = register(
     setup_context=_pack_context,
     backward=_pack_backward,
 )
-_count_rows = register(
-    "count_rows(Tensor x) -> Tensor",
-    cpu=_cpu.count_rows,
+list_entries_operator = register(
+    "list_entries(Tensor x, SymInt room) -> (Tensor, Tensor, Tensor, Tensor)",
+    cpu=_cpu_list_entries,
     strided=("x",),
-    fake=lambda x: x.new_empty(x.shape[0], dtype=torch.int32),
-)
-_pack_csr = register(
-    "pack_csr(Tensor x, Tensor row_offsets, SymInt max_nnz) -> (Tensor, Tensor)",
-    cpu=_cpu.pack_csr,
-    strided=("x",),
-    fake=lambda x, row_offsets, max_nnz: (x.new_empty(max_nnz), x.new_empty(max_nnz, dtype=torch.int32)),
-    setup_context=_pack_context,
+    fake=_fake_list,
+    setup_context=_list_context,
     backward=_pack_backward,
 )
 unpack_operator = register(

@@ -11,9 +11,8 @@ from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.rowsparse.dense_product import padded
 from gossamer.rowsparse.density import Density
-from gossamer.rowsparse.pack import one_program_a_row
 
-Path = Literal["torch", "tiles", "rows", "chunks", "bound", "topk", "topk_rows", "batch", "batch_csr", "csr"]
+Path = Literal["torch", "tiles", "rows", "bound", "topk", "topk_rows", "batch", "batch_csr", "csr"]
 
 TILE_SLOTS = 16
 """Entries that a row may have in a tile of 256 columns where the product packs its own result ("tiles")."""
@@ -51,9 +50,7 @@ def choose_path(
     if not (weight.is_cuda or INTERPRET):
         return "torch"
     if by_threshold:
-        if capacity is None:
-            return "csr"
-        return "rows" if one_program_a_row(m, n) else "chunks"
+        return "csr" if capacity is None else "rows"
     if activation == "batchtopk":
         return "batch_csr" if capacity is None else "batch"
     if may_overflow:

@@ -103,22 +103,6 @@ def pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
     return ell_from_entries(*entries(x), capacity)
 
 
-def count_rows(x: Tensor) -> Tensor:
-    """Operator `count_rows`."""
-    return entries(x)[0].diff().int()
-
-
-def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
-    """Operator `pack_csr`."""
-    _, columns, found = entries(x)
-    values = x.new_zeros(max_nnz)
-    indices = torch.full((max_nnz,), -1, dtype=torch.int32)
-    kept = min(max_nnz, columns.shape[0])
-    values[:kept] = found[:kept]
-    indices[:kept] = columns[:kept].int()
-    return values, indices
-
-
 def stored(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor]:
     """Flat slots and rows (int64 [nnz]) of the entries of rows that did not overflow, in order of row and slot.
 

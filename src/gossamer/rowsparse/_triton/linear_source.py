@@ -12,9 +12,9 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse._triton.matmul import launch_matmul
 from gossamer.rowsparse._triton.overflow import Overflow, dot, summed_apart
-from gossamer.rowsparse._triton.pack import load_threshold
 
 
 @launch.kernel
@@ -62,7 +62,7 @@ def _linear_source_kernel(
             z = acc.to(out_ptr.dtype.element_ty)
             threshold = tl.zeros([BLOCK_N], tl.float32)
             if threshold_ptr is not None:
-                threshold = load_threshold(threshold_ptr, 1, columns, N)
+                threshold = load_threshold(threshold_ptr, 1, columns, columns < N)
             z = tl.where(z.to(tl.float32) <= threshold[None, :], 0.0, z)
             at = rows.to(tl.int64)[:, None] * N + columns[None, :]
             tl.store(out_ptr + at, z, mask=flagged[:, None] & inside[None, :])

@@ -1,26 +1,18 @@
-"""Dense rows to lists of entries.
+"""Words of a dense row: how they are loaded, which of their elements are entries, and how programs add up counts.
 
-Two ways over the same step, `append_entries`. With many rows one program walks one row and needs nobody else: the
-rows alone fill the GPU. With few rows, one program takes one chunk of a row; it publishes its count, adds up the counts
-of the chunks before it (they started earlier, so waiting for them cannot deadlock; CUB's single-pass scan rests on
-the same order of dispatch) and writes its entries where they belong. Either way entries come out sorted by column and
-x is read once. 16 bytes a thread and load, and 32 bytes to 64 in flight: the scan should run at memory bandwidth.
+A thread holds 16 bytes of a row, a *word*, and a bit for each of its elements.
 """
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse.formats import empty_ell
-from gossamer.rowsparse.pack import one_program_a_row
+from gossamer.rowsparse._triton.list_entries import list_slots
 
 INTERPRET = tl.constexpr(launch.INTERPRET)
-DONE = tl.constexpr(1 << 31)
 COUNT = tl.constexpr((1 << 31) - 1)
 
 
@@ -75,16 +67,6 @@ def even_length(N, VEC: tl.constexpr, EVEN: tl.constexpr):
 
 
 @triton.jit
-def load_threshold(threshold_ptr, stride_t, columns, N):
-    """Thresholds below 0 keep what 0 keeps, because values are at least 0."""
-    if threshold_ptr is None:
-        return 0.0
-    else:
-        threshold = tl.load(threshold_ptr + columns * stride_t, mask=columns < N, other=0.0).to(tl.float32)
-        return tl.where(threshold < 0, 0.0, threshold)
-
-
-@triton.jit
 def word_bits(keep, VEC: tl.constexpr):
     """Bit v of word g is keep[g, v]."""
     return tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
@@ -121,9 +103,9 @@ def pop_lowest(bits, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def append_entries(
-    bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, lead, BLOCK: tl.constexpr, VEC: tl.constexpr
+    bits, counts, x_ptr, values_ptr, indices_ptr, base, limit, start, BLOCK: tl.constexpr, VEC: tl.constexpr
 ):  # fmt: skip
-    """Writes a chunk's entries to slots base, base + 1, ... below limit, in order of column, less `lead`.
+    """Writes a chunk's entries to slots base, base + 1, ... below limit, in order of column.
 
     Every word emits its lowest bit in turn, so the work follows the fullest word, which is 1 or 2 in sparse data. The
     values are read again (they are in L1) rather than held in registers.
@@ -133,7 +115,7 @@ def append_entries(
         column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
         mask = held & (slot < limit)
         tl.store(values_ptr + slot, tl.load(x_ptr + column, mask=mask, other=0.0), mask=mask)
-        tl.store(indices_ptr + slot, column - lead, mask=mask)
+        tl.store(indices_ptr + slot, column, mask=mask)
         slot += held.to(tl.int32)
 
 
@@ -146,7 +128,7 @@ def publish(flag_ptr, epoch, count):
 
 @triton.jit
 def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
-    """Waits until each of the first `count` words, without its count, is `ready` or, if later, done; sums the counts.
+    """Waits until each of the first `count` words, without its count, is `ready`; sums the counts.
 
     Equality, not order: launches of several host threads may reach the stream in another order than their epochs.
     """
@@ -154,30 +136,10 @@ def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
     for first in range(0, count, FLAGS):
         chunk = first + tl.arange(0, FLAGS)
         words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
-        while tl.sum(((words >= 0) & ((words >> 31) != ready) & ((words >> 31) != (ready | 1))).to(tl.int32)) > 0:
+        while tl.sum(((words >= 0) & ((words >> 31) != ready)).to(tl.int32)) > 0:
             words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
         total += tl.sum(tl.where(chunk < count, words & COUNT, 0).to(tl.int32))
     return total
-
-
-@triton.jit
-def scan_chunk(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, flags_ptr, epoch, chunk, chunks, lead, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, SHIFTED: tl.constexpr,
-):  # fmt: skip
-    """One chunk of one row into the row's list; all pointers are the row's."""
-    start = chunk * BLOCK
-    bits = nonzero_bits(load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
-    counts = count_bits(bits)
-    count = tl.sum(counts, axis=0)
-    publish(flags_ptr + chunk, epoch, count)
-    if (count > 0) | (chunk == chunks - 1):
-        base = wait_and_sum(flags_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
-        if base < capacity:
-            append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, lead, BLOCK, VEC)
-        if nnz_ptr is not None:
-            if chunk == chunks - 1:
-                tl.store(nnz_ptr, base + count)
 
 
 @triton.jit
@@ -187,87 +149,6 @@ def clear_slots(values_ptr, indices_ptr, first, capacity, step, BLOCK: tl.conste
         slots = slot + tl.arange(0, BLOCK)
         tl.store(indices_ptr + slots, -1, mask=slots < capacity)
         tl.store(values_ptr + slots, 0.0, mask=slots < capacity)
-
-
-@launch.kernel(do_not_specialize=["epoch"])
-def _pack_split_kernel(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, flags_ptr, epoch, stride_xm, M, N, capacity, chunks,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, FLAGS: tl.constexpr, COUNT_ONLY: tl.constexpr,
-):  # fmt: skip
-    """Program (row, chunk), chunks fastest. `offsets_ptr` is as in `_pack_row_kernel`; COUNT_ONLY adds to zeros."""
-    pid = tl.program_id(0)
-    row = (pid // chunks).to(tl.int64)
-    chunk = pid % chunks
-    begin, lead, N = row_start(row * stride_xm, N, VEC, SHIFTED)
-    x_ptr += begin
-    if COUNT_ONLY:
-        x = load_row_chunk(x_ptr, chunk * BLOCK, lead, N, BLOCK, VEC, SHIFTED)
-        count = tl.sum(count_bits(nonzero_bits(x, VEC)), axis=0)
-        if count > 0:
-            # Whole numbers: the sum does not depend on the order of arrival.
-            tl.atomic_add(nnz_ptr + row, count, sem="relaxed")
-    elif offsets_ptr is None:
-        values_ptr += row * capacity
-        indices_ptr += row * capacity
-        flags_ptr += row * chunks
-        scan_chunk(
-            x_ptr, values_ptr, indices_ptr, nnz_ptr + row, flags_ptr, epoch, chunk, chunks, lead, N, capacity,
-            BLOCK, VEC, FLAGS, SHIFTED,
-        )  # fmt: skip
-        if chunk == chunks - 1:
-            first = wait_and_sum(flags_ptr, chunks, epoch.to(tl.int64) << 1, FLAGS)
-            clear_slots(values_ptr, indices_ptr, first, capacity, 256, 256)
-    else:
-        base = tl.load(offsets_ptr + row)
-        scan_chunk(
-            x_ptr, values_ptr + base, indices_ptr + base, None, flags_ptr + row * chunks, epoch, chunk, chunks, lead, N,
-            capacity - base, BLOCK, VEC, FLAGS, SHIFTED,
-        )  # fmt: skip
-        total = tl.load(offsets_ptr + M)
-        step = tl.num_programs(0).to(tl.int64) * 256
-        clear_slots(values_ptr, indices_ptr, total + pid.to(tl.int64) * 256, capacity, step, 256)
-
-
-@launch.kernel
-def _pack_row_kernel(
-    x_ptr, values_ptr, indices_ptr, nnz_ptr, offsets_ptr, stride_xm, M, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, CLEAR: tl.constexpr, COUNT_ONLY: tl.constexpr,
-):  # fmt: skip
-    """Program (row): walks the row, with the next chunk's load in flight while it appends the present one's entries.
-
-    With `offsets_ptr` the list begins at `offsets_ptr[row]` and `capacity` is the length of the whole buffer (CSR);
-    without, every row has `capacity` slots (ELL).
-    """
-    row = tl.program_id(0).to(tl.int64)
-    begin, lead, N = row_start(row * stride_xm, N, VEC, SHIFTED)
-    x_ptr += begin
-    if offsets_ptr is None:
-        base = 0
-        values_ptr += row * capacity
-        indices_ptr += row * capacity
-    else:
-        base = tl.load(offsets_ptr + row)
-    first = base
-    x = load_row_chunk(x_ptr, 0, lead, N, BLOCK, VEC, SHIFTED)
-    for start in range(0, N, BLOCK):
-        following = load_row_chunk(x_ptr, start + BLOCK, lead, N, BLOCK, VEC, SHIFTED)
-        bits = nonzero_bits(x, VEC)
-        counts = count_bits(bits)
-        count = tl.sum(counts, axis=0)
-        if not COUNT_ONLY:
-            if (count > 0) & (base < capacity):
-                append_entries(bits, counts, x_ptr, values_ptr, indices_ptr, base, capacity, start, lead, BLOCK, VEC)
-        base += count
-        x = following
-    if nnz_ptr is not None:
-        tl.store(nnz_ptr + row, (base - first).to(tl.int32))  # type: ignore[attr-defined]
-    if CLEAR:
-        if offsets_ptr is None:
-            clear_slots(values_ptr, indices_ptr, base - first, capacity, 256, 256)
-        else:
-            total = tl.load(offsets_ptr + M)
-            step = tl.num_programs(0).to(tl.int64) * 256
-            clear_slots(values_ptr, indices_ptr, total + row * 256, capacity, step, 256)
 
 
 def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
@@ -298,56 +179,6 @@ def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     return chunks, {**sizes, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
 
 
-def pack_ell(x: Tensor, capacity: int, clear: bool = True) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `pack_ell`; `clear=False` leaves slots without an entry unwritten, for callers that never look there."""
-    values, indices, nnz = empty_ell(x, x.shape[0], capacity)
-    if x.numel() == 0:
-        return values.zero_(), indices.fill_(-1), nnz.zero_()
-    _launch(x, (values, indices, nnz), None, capacity, clear)
-    return values, indices, nnz
-
-
-def count_rows(x: Tensor) -> Tensor:
-    """Operator `count_rows`: how many elements of each row differ from 0."""
-    m, n = x.shape
-    # Programs that share a row add to zeros.
-    nnz = (torch.empty if n and one_program_a_row(m, n) else torch.zeros)(m, dtype=torch.int32, device=x.device)
-    if x.numel():
-        _launch(x, (None, None, nnz), None, 0, False)
-    return nnz
-
-
-def pack_csr(x: Tensor, row_offsets: Tensor, max_nnz: int) -> tuple[Tensor, Tensor]:
-    """Operator `pack_csr`: fills a buffer of `max_nnz` entries at ready offsets."""
-    values, indices = x.new_empty(max_nnz), torch.empty(max_nnz, dtype=torch.int32, device=x.device)
-    if x.numel() == 0 or max_nnz == 0:
-        return values.zero_(), indices.fill_(-1)
-    _launch(x, (values, indices, None), row_offsets, max_nnz, True)
-    return values, indices
-
-
-def _launch(x: Tensor, out: tuple[Tensor | None, ...], offsets: Tensor | None, capacity: int, clear: bool) -> None:
-    """Fills out: values, indices and nnz of an ELL, without nnz those of a CSR at its offsets, or nnz alone."""
-    x = rows_contiguous(x)
-    (m, n), sizes, counted = x.shape, row_tile(x), {"COUNT_ONLY": out[0] is None}
-    # Nothing is read of what stands in for lists.
-    out = (x, out[2], out[2]) if out[0] is None else out
-    if one_program_a_row(m, n):
-        args = (x, *out, offsets, x.stride(0), m, n, capacity)
-        _pack_row_kernel((m, 1, 1), args, {**sizes, "CLEAR": clear, **counted}, num_warps=1)
-    else:
-        chunks, meta = split(n, sizes)
-        args = (x, *out, offsets, *launch.flags.get(m * chunks, x.device), x.stride(0), m, n, capacity, chunks)
-        _pack_split_kernel((m * chunks, 1, 1), args, {**meta, **counted}, num_warps=1)
-
-
-EXAMPLES = {
-    _pack_split_kernel: {
-        "x_ptr": "*fp32", "values_ptr": "*fp32", "offsets_ptr": None, "BLOCK": 1024, "VEC": 4, "SHIFTED": 1,
-        "FLAGS": 64, "COUNT_ONLY": False, "num_warps": 1,
-    },
-    _pack_row_kernel: {
-        "offsets_ptr": None, "BLOCK": 2048, "VEC": 8, "SHIFTED": 1, "CLEAR": True, "COUNT_ONLY": False,
-        "num_warps": 1,
-    },
-}  # fmt: skip
+def pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `pack_ell`."""
+    return list_slots(x, capacity)

@@ -10,13 +10,13 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse._triton.pack import (
     append_entries,
     chunk_columns,
     clear_slots,
     count_bits,
     load_chunk,
-    load_threshold,
     nonzero_bits,
     scan_tile,
     word_bits,
@@ -51,7 +51,7 @@ def _pack_twell_kernel(
                     if factors_ptr is not None:
                         limit *= tl.load(factors_ptr + begin + columns, mask=columns < width, other=0.0)
                 if threshold_ptr is not None:
-                    limit = load_threshold(threshold_ptr + begin, 1, columns, width)
+                    limit = load_threshold(threshold_ptr + begin, 1, columns, columns < width)
                 bits = word_bits(~(x.to(tl.float32) <= limit) & (columns < width), VEC)
             else:
                 bits = nonzero_bits(x, VEC)
@@ -59,7 +59,7 @@ def _pack_twell_kernel(
             count = tl.sum(counts, axis=0)
             if (count > 0) & (base < slots):
                 lists = (values_ptr + place, indices_ptr + place)
-                append_entries(bits, counts, x_ptr + begin, lists[0], lists[1], base, slots, start, 0, BLOCK, VEC)
+                append_entries(bits, counts, x_ptr + begin, lists[0], lists[1], base, slots, start, BLOCK, VEC)
             base += count
         tl.store(counts_ptr + row * tiles + at, base)
         total += base

@@ -157,10 +157,9 @@ def _one_launch(
 
 def decode_lists(
     acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None,
-    clear: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz), the lists as `pack_ell` gives them."""
-    values, indices, nnz = pack.pack_ell(acts, capacity, clear)
+    values, indices, nnz = pack.pack_ell(acts, capacity)
     counts, source = (nnz.clamp(max=capacity), None) if truncate else (nnz, acts)
     return matmul(values, indices, counts, source, weight, bias, out_dtype), values, indices, nnz
 
@@ -174,7 +173,7 @@ def decode(
     """
     m, n = acts.shape
     if not one_launch(m, n):
-        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype, clear=False)[0]
+        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
     key: tuple[object, ...] | None = None
     if not launch.INTERPRET:
         index = acts.get_device()

@@ -2,18 +2,17 @@
 
 `encode_path.choose_path` names the path. "bound" never writes the pre-activations (`topk`); the others start from them:
 "topk" lists candidates and takes the largest (`select`), "topk_rows" and both of BatchTopK find out what rows keep and
-emit that (`select`, `batchtopk`, `ranked_rows`), and what exceeds a threshold is listed by a program a row or, with few
-rows, by chunks of them (`encode_rows`, `encode_chunks`), or counted first where a CSR is wanted (`encode_csr`).
+emit that (`select`, `batchtopk`, `ranked_rows`), and rowsparse lists the elements that exceed a threshold, in slots
+(`encode_rows`) or, where a CSR is wanted, without gaps.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gossamer.rowsparse._triton.list_entries import Limit, list_all
 from gossamer.rowsparse.dense_product import copies_pay, padded, padded_product
 from gossamer.sae._triton import batchtopk, select, topk
-from gossamer.sae._triton.encode_chunks import encode_chunks
-from gossamer.sae._triton.encode_csr import encode_csr
 from gossamer.sae._triton.encode_rows import encode_rows
 from gossamer.sae._triton.ranked_rows import ranked_rows
 from gossamer.sae.encode_path import Path, choose_path, copies_weight, named, row_stride
@@ -94,22 +93,21 @@ def activate(
     if path == "topk" and z.numel():
         values, indices, nnz, l0 = select.row_topk(z, bias, k, scale)
         return values, indices, nnz, z.new_empty(0, n), l0
+    l0 = (torch.zeros if bandwidth else torch.empty)(m, dtype=torch.float32, device=z.device)
+    source = z if keep_source else z.new_empty(0, n)
     if path == "csr" and z.numel():
-        values, indices, offsets, l0 = encode_csr(z, bias, threshold, bandwidth)
-        return values, indices, offsets, z.new_empty(0, n), l0
+        return *list_all(z, Limit(bias, threshold, bandwidth / 2), l0), source, l0
+    if path == "rows" and z.numel():
+        assert capacity is not None
+        return *encode_rows(z, bias, threshold, capacity, bandwidth, keep_source, l0), source, l0
     slots = (m * k,) if capacity is None else (m, capacity)
     values, indices = z.new_empty(slots), torch.empty(slots, dtype=torch.int32, device=z.device)
     is_csr = capacity is None
     counts = torch.empty(m + is_csr, dtype=torch.int64 if is_csr else torch.int32, device=z.device)
     nnz, offsets = (None, counts) if is_csr else (counts, None)
-    source = z if keep_source else z.new_empty(0, n)
-    l0 = (torch.zeros if path == "chunks" and bandwidth else torch.empty)(m, dtype=torch.float32, device=z.device)
     if m == 0 or n == 0:
         return values.zero_(), indices.fill_(-1), counts.zero_(), source, l0.zero_()
-    if path in ("rows", "chunks"):
-        fill = encode_chunks if path == "chunks" else encode_rows
-        fill(z, bias, threshold, (values, indices, counts, l0), bandwidth, keep_source)
-    elif path == "topk_rows":
+    if path == "topk_rows":
         ranked_rows(z, bias, scale, select.row_kth(z, bias, k, scale), (values, indices, counts, l0), keep_source)
     else:
         out = (values, indices, nnz, l0)

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.pack import load_threshold
+from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._triton.encode import encode
 from gossamer.sae.ranked import ranked
@@ -35,7 +35,7 @@ def _encode_dense_kernel(
     """Program (block of columns, run of `length` rows): z by its activation, in place."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     run = tl.program_id(1)
-    threshold = load_threshold(threshold_ptr, 1, columns, N)
+    threshold = load_threshold(threshold_ptr, 1, columns, columns < N)
     bias = tl.zeros([COLUMNS], tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)

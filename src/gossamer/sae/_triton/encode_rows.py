@@ -1,112 +1,90 @@
-"""Rows of pre-activations to sorted lists of what exceeds a threshold: a program a row.
+"""Rows of pre-activations to sorted lists of the elements that exceed a threshold, in slots.
 
-It walks its row in chunks and loads one ahead. Thresholds in float32 would be most of what many rows read, so they are
-first rounded to the 16 bits of the pre-activations, the same way for every comparison. Where rows do not fill the GPU
-see `encode_chunks`.
+The lister writes them. A row that has more entries than slots is overwritten by its activation afterwards, so that the
+pre-activations serve as the container's source. There -0.0 stands for an entry of value 0, +0.0 for none.
 """
 
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton import pack
-from gossamer.sae._triton._entries import GROUPS, activate_row, append_active, load_limit
-from gossamer.sae._triton.select import add_bias, load_pre
+from gossamer.rowsparse._triton.limit import add_bias, load_threshold
+from gossamer.rowsparse._triton.list_entries import Limit, list_slots
+from gossamer.rowsparse._triton.pack import chunk_columns, even_length, is_even, scan_tile
+from gossamer.sae._triton.select import load_pre
+
+GROUPS = 128
+"""Words of a chunk: half as many as of `pack`, for thresholds take registers."""
 
 
-@launch.kernel
-def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.constexpr):
-    """Program (block of columns): the largest number of the output's 16-bit dtype up to threshold - radius.
-
-    A number of that dtype exceeds the one if and only if it exceeds the other, and half the bytes say so.
-    """
-    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    limit = pack.load_threshold(threshold_ptr, stride_t, columns, N) - radius
-    rounded = limit.to(out_ptr.dtype.element_ty)
-    bits = rounded.to(tl.int16, bitcast=True).to(tl.int32)
-    below = tl.where(bits > 0, bits - 1, tl.where(bits == 0, -0x7FFF, bits + 1))
-    bits = tl.where(rounded.to(tl.float32) > limit, below, bits)
-    tl.store(out_ptr + columns, bits.to(tl.int16).to(out_ptr.dtype.element_ty, bitcast=True), mask=columns < N)
+@triton.jit
+def activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW: tl.constexpr):
+    """What exceeds the threshold, and a mark for what lies in the window."""
+    pre = add_bias(z, bias_ptr, columns, columns < N)
+    threshold = load_threshold(threshold_ptr, stride_t, columns, columns < N)
+    out = tl.where(pre <= threshold, 0.0, pre)
+    if WINDOW:
+        # A literal -0.0 would become +0.0 on its way through the compiler.
+        minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+        out = tl.where((pre <= threshold) & (pre > threshold - radius), minus_zero, out)
+    return out
 
 
-@launch.kernel
-def _encode_row_kernel(
-    z_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, stride_t, radius, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
-    EVEN: tl.constexpr,
+@triton.jit
+def activate_row(
+    z_ptr, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK: tl.constexpr, VEC: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): what exceeds the threshold, or with WINDOW what lies less than `radius` below it as well.
-    `limits_ptr` may stand in for both (see `_limits_kernel`)."""
-    row, N = tl.program_id(0).to(tl.int64), pack.even_length(N, VEC, EVEN)
-    z_ptr += row * N
-    values_ptr += row * capacity
-    indices_ptr += row * capacity
-    base = 0
-    active = 0
-    z = load_pre(z_ptr, pack.chunk_columns(0, BLOCK, VEC), N)
-    for start in range(0, N, BLOCK):
-        columns = pack.chunk_columns(start, BLOCK, VEC)
-        following = load_pre(z_ptr, columns + BLOCK, N)
-        pre = add_bias(z, bias_ptr, columns, N)
-        limit = load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW)
-        bits = pack.word_bits(~(pre <= limit) & (columns < N), VEC)
-        counts = pack.count_bits(bits)
-        count = tl.sum(counts, axis=0)
-        if count > 0:
-            if base < capacity:
-                found = append_active(
-                    bits, counts, z_ptr, bias_ptr, threshold_ptr, stride_t, values_ptr, indices_ptr, base, capacity,
-                    start, N, BLOCK, VEC, WINDOW,
-                )  # fmt: skip
-                if WINDOW:
-                    active += tl.sum(found, axis=0)
-            elif WINDOW:
-                above = ~(pre <= pack.load_threshold(threshold_ptr, stride_t, columns, N))
-                active += tl.sum((above & (columns < N)).to(tl.int32))
-        base += count
+    """Overwrites a row of z, from column `begin` on and before `end`, by what it activates to."""
+    z = load_pre(z_ptr, chunk_columns(begin, BLOCK, VEC), end)
+    for start in range(begin, end, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        # Ahead of the store, behind which the compiler would leave it.
+        following = load_pre(z_ptr, columns + BLOCK, end)
+        out = activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, end, WINDOW)
+        tl.store(z_ptr + columns, out, mask=columns < end)
         z = following
-    tl.store(l0_ptr + row, active if WINDOW else base)
-    tl.store(nnz_ptr + row, base)
-    pack.clear_slots(values_ptr, indices_ptr, base, capacity, 256, 256)
-    if MAY_OVERFLOW:
-        if base > capacity:
-            # A warp may still read what another is about to overwrite.
-            tl.debug_barrier()
-            activate_row(z_ptr, bias_ptr, threshold_ptr, stride_t, radius, 0, N, BLOCK, VEC, WINDOW)
 
 
-def limits_of(z: Tensor, threshold: Tensor | None, bandwidth: float) -> Tensor | None:
-    """What stands in for thresholds of z's columns, where those take more bytes than z has."""
-    if threshold is None or threshold.stride(0) == 0 or z.element_size() != 2:
-        return None
-    n = z.shape[1]
-    limits = z.new_empty(n)
-    args = (threshold, limits, threshold.stride(0), bandwidth / 2, n)
-    _limits_kernel((launch.cdiv(n, 1024), 1, 1), args, {"BLOCK": 1024})
-    return limits
+@launch.kernel
+def _activate_rows_kernel(
+    z_ptr, bias_ptr, threshold_ptr, nnz_ptr, stride_t, radius, N, capacity, shares, span,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (row, share of `span` columns), of rows with more entries than `capacity`."""
+    row, N = (tl.program_id(0) // shares).to(tl.int64), even_length(N, VEC, EVEN)
+    if tl.load(nnz_ptr + row) > capacity:
+        begin = tl.program_id(0) % shares * span
+        end = tl.minimum(begin + span, N)
+        activate_row(z_ptr + row * N, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK, VEC, WINDOW)
 
 
 def encode_rows(
     z: Tensor,
     bias: Tensor | None,
     threshold: Tensor | None,
-    out: tuple[Tensor, Tensor, Tensor, Tensor],
+    capacity: int,
     bandwidth: float,
     may_overflow: bool,
-) -> None:
-    """Fills values, indices, nnz and l0."""
-    (m, n), capacity = z.shape, out[0].shape[1]
-    stride_t = 0 if threshold is None else threshold.stride(0)
-    meta = {**pack.scan_tile(n, z.element_size(), GROUPS), "WINDOW": bandwidth > 0, "MAY_OVERFLOW": may_overflow}
-    meta["EVEN"] = pack.is_even(n, z.element_size())
-    args = (z, bias, threshold, limits_of(z, threshold, bandwidth), *out, stride_t, bandwidth / 2, n, capacity)
-    _encode_row_kernel((m, 1, 1), args, meta, num_warps=1)
+    l0: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, nnz); fills l0, which starts as zeros where there is a bandwidth."""
+    m, n = z.shape
+    values, indices, nnz = list_slots(z, capacity, Limit(bias, threshold, bandwidth / 2), l0)
+    if may_overflow:
+        sizes = scan_tile(n, z.element_size(), GROUPS)
+        # Few rows are shared by programs; where no row overflowed they only look.
+        blocks = launch.cdiv(n, sizes["BLOCK"])
+        span = launch.cdiv(blocks, max(1, min(blocks, 1024 // m))) * sizes["BLOCK"]
+        shares = launch.cdiv(n, span)
+        meta = {**sizes, "WINDOW": bandwidth > 0, "EVEN": is_even(n, z.element_size())}
+        stride_t = 0 if threshold is None else threshold.stride(0)
+        args = (z, bias, threshold, nnz, stride_t, bandwidth / 2, n, capacity, shares, span)
+        _activate_rows_kernel((m * shares, 1, 1), args, meta, num_warps=1)
+    return values, indices, nnz
 
 
 EXAMPLES = {
-    _limits_kernel: {"BLOCK": 1024},
-    _encode_row_kernel: {
-        "limits_ptr": None, "BLOCK": 1024, "VEC": 8, "WINDOW": True, "MAY_OVERFLOW": True, "EVEN": False,
-        "num_warps": 1,
-    },
-}  # fmt: skip
+    _activate_rows_kernel: {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "EVEN": False, "num_warps": 1},
+}

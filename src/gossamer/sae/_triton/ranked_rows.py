@@ -10,9 +10,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, scan_tile, word_bits
-from gossamer.sae._triton._entries import GROUPS, append_active
-from gossamer.sae._triton.select import SHIFT, add_bias, load_pre, rank_key, settle_ties
+from gossamer.rowsparse._triton.limit import add_bias
+from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
+from gossamer.sae._triton.encode_rows import GROUPS
+from gossamer.sae._triton.select import SHIFT, load_pre, rank_key, settle_ties
 
 
 @triton.jit
@@ -24,11 +25,27 @@ def keep_largest(
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
         z = load_pre(z_ptr, columns, N)
-        pre = add_bias(z, bias_ptr, columns, N)
+        pre = add_bias(z, bias_ptr, columns, columns < N)
         key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
         ties, seen = settle_ties(word_bits(key == kth, VEC), need, seen, VEC)
         tied = (ties[:, None] >> tl.arange(0, VEC)[None, :]) & 1
         tl.store(z_ptr + columns, tl.where((key > kth) | (tied != 0), pre, 0.0), mask=columns < N)
+
+
+@triton.jit
+def append_active(
+    bits, counts, z_ptr, bias_ptr, values_ptr, indices_ptr, base, limit, start, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """As `pack.append_entries`, writing activations."""
+    slot = base + tl.cumsum(counts, axis=0) - counts
+    while tl.max(bits, axis=0) > 0:
+        column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
+        mask = held & (slot < limit)
+        value = add_bias(tl.load(z_ptr + column, mask=mask, other=0.0), bias_ptr, column, column < N)
+        tl.store(values_ptr + slot, value, mask=mask)
+        tl.store(indices_ptr + slot, column, mask=mask)
+        slot += held.to(tl.int32)
 
 
 @triton.jit
@@ -54,8 +71,7 @@ def append_largest(
             count = tl.sum(counts, axis=0)
             if base < capacity:
                 append_active(
-                    bits, counts, z_ptr, bias_ptr, None, 0, values_ptr, indices_ptr, base, capacity, start, N, BLOCK,
-                    VEC, False,
+                    bits, counts, z_ptr, bias_ptr, values_ptr, indices_ptr, base, capacity, start, N, BLOCK, VEC
                 )  # fmt: skip
         base += count
         z = following

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.limit import add_bias
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
 from gossamer.rowsparse.formats import empty_ell
 
@@ -33,16 +34,6 @@ def load_pre(z_ptr, columns, N):
 
 
 @triton.jit
-def add_bias(z, bias_ptr, columns, N):
-    """z + bias in float32, rounded once to the dtype of z: what is compared is what is stored."""
-    if bias_ptr is None:
-        return z.to(tl.float32)
-    else:
-        bias = tl.load(bias_ptr + columns, mask=columns < N, other=0.0).to(tl.float32)
-        return (z.to(tl.float32) + bias).to(z.dtype).to(tl.float32)
-
-
-@triton.jit
 def order_key(pre, SHIFT: tl.constexpr):
     """int32 that orders positive numbers as they are, 0 for what ReLU zeroes, the largest for NaN."""
     bits = pre.to(tl.int32, bitcast=True) >> SHIFT
@@ -52,7 +43,7 @@ def order_key(pre, SHIFT: tl.constexpr):
 @triton.jit
 def ranked(z, bias_ptr, scale_ptr, columns, N):
     """z + bias, or that times scale, which is rounded once more, as a product of two tensors is."""
-    pre = add_bias(z, bias_ptr, columns, N)
+    pre = add_bias(z, bias_ptr, columns, columns < N)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + columns, mask=columns < N, other=1.0).to(tl.float32)
         pre = (pre * scale).to(z.dtype).to(tl.float32)
@@ -156,7 +147,7 @@ def emit_largest(
             own = tl.load(own_ptr + first + slots, mask=room, other=0)
             value = (own << SHIFT).to(tl.float32, bitcast=True)
         else:
-            value = add_bias(tl.load(z_ptr + column, mask=room, other=0.0), bias_ptr, column, N)
+            value = add_bias(tl.load(z_ptr + column, mask=room, other=0.0), bias_ptr, column, column < N)
         tl.store(values_ptr + slot, value, mask=room)
         tl.store(indices_ptr + slot, column, mask=room)
         held += tl.sum(keep, axis=0)

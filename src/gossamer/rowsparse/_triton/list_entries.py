@@ -1,0 +1,371 @@
+"""A dense matrix to one list of entries a row, each list right behind that of the row before, in one pass.
+
+A program reads a *piece*, a part of a row or several short rows, and keeps of it one bit an element, in registers. It
+publishes how many bits are set, learns from the programs before it where its lists begin, and reads the kept elements
+again. A program finds its start by decoupled look-back (Merrill and Garland, "Single-pass Parallel Prefix Scan with
+Decoupled Look-back"): it adds up the counts of the pieces before it, back to the first that knows the sum of all before
+itself. Programs wait only for programs that started earlier, so waiting cannot deadlock.
+
+Byte c of a thread's word has the bits of chunk c of the piece, so that each load is coalesced and a lane keeps what it
+has loaded. Columns ascend by chunk, then by lane, then by bit: one scan of 64-bit words, with a 16-bit field for each
+chunk, ranks them all.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.limit import add_bias, limits_of, load_limit, load_threshold
+from gossamer.rowsparse.formats import empty_ell
+from gossamer.rowsparse.pack import MOST_ENTRIES, default_capacity
+
+DONE = tl.constexpr(1 << 31)
+"""Marks a flag whose count is the sum of all pieces up to its own."""
+SUM = tl.constexpr((1 << 31) - 1)
+"""The bits of a flag that hold a sum, as `folded` has it."""
+FOLD = tl.constexpr(1 << 30)
+"""More entries than any room holds."""
+UNKNOWN = tl.constexpr(1 << 48)
+"""Stands in a sum for a count that has not been published."""
+LOOK = tl.constexpr(128)
+"""Flags that a program reads at a time."""
+CHUNKS = 4
+"""Chunks of a piece: bytes of a word."""
+
+
+@triton.jit
+def ones_in_bytes(bits):
+    """Set bits of each byte of an int32, in that byte."""
+    bits = bits - ((bits >> 1) & 0x55555555)
+    bits = (bits & 0x33333333) + ((bits >> 2) & 0x33333333)
+    return (bits + (bits >> 4)) & 0x0F0F0F0F
+
+
+@triton.jit
+def sum_bytes(counts):
+    """The sum of the four bytes of an int32."""
+    counts = (counts & 0x00FF00FF) + ((counts >> 8) & 0x00FF00FF)
+    return (counts + (counts >> 16)) & 0xFF
+
+
+@triton.jit
+def spread_bytes(counts):
+    """The four bytes of an int32 as the four 16-bit fields of an int64."""
+    wide = counts.to(tl.int64)
+    wide = (wide | (wide << 16)) & 0x0000FFFF0000FFFF
+    return (wide | (wide << 8)) & 0x00FF00FF00FF00FF
+
+
+@triton.jit
+def sum_fields(fields):
+    """The sum of the four 16-bit fields of an int64, as int32."""
+    low = (fields & 0xFFFF) + ((fields >> 16) & 0xFFFF)
+    return (low + ((fields >> 32) & 0xFFFF) + ((fields >> 48) & 0xFFFF)).to(tl.int32)
+
+
+@triton.jit
+def pop_lowest(bits):
+    """(place of each word's lowest set bit, the bits that are left). A float's exponent is the place of its one bit."""
+    low = (bits & -bits).to(tl.uint32, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
+    return (low >> 23) - 127, bits & (bits - 1)
+
+
+@triton.jit
+def folded(total):
+    """A sum as 31 bits hold it: from FOLD on its remainder, with FOLD added. So a sum that no room reaches still tells
+    so, and the difference of two sums is right."""
+    return tl.where(total >= FOLD, (total & (FOLD - 1)) | FOLD, total)
+
+
+@triton.jit
+def publish(flag_ptr, epoch, word):
+    """Sets a flag of this launch. An atomic, because a plain store could sit in a write buffer while others wait."""
+    tl.atomic_xchg(flag_ptr, (epoch.to(tl.int64) << 32) | word, sem="relaxed")
+
+
+@triton.jit
+def wait_sum(flag_ptr, epoch):
+    """The sum of all pieces up to the flag's own, once it is known: int64."""
+    ready = (epoch.to(tl.int64) << 1) | 1
+    word = tl.load(flag_ptr, volatile=True)
+    while (word >> 31) != ready:
+        word = tl.load(flag_ptr, volatile=True)
+    return word & SUM
+
+
+@triton.jit
+def sum_before(flags_ptr, first, piece, epoch):
+    """The number of entries of the pieces from `first` on and before `piece`: int64, folded.
+
+    An epoch is compared for equality: launches of several host threads may reach the stream in another order.
+    """
+    at = tl.arange(0, LOOK)
+    total = tl.zeros([], tl.int64)
+    end = piece
+    while end > first:
+        inside = end - LOOK + at >= first
+        last = -1
+        run = tl.full([], UNKNOWN, tl.int64)
+        while run >= UNKNOWN:
+            words = tl.load(flags_ptr + end - LOOK + at, mask=inside, other=0, volatile=True)
+            ready = (words >> 32) == epoch
+            last = tl.max(tl.where(inside & ready & ((words & DONE) != 0), at, -1), axis=0)
+            counts = tl.where(ready, words & SUM, UNKNOWN)
+            run = tl.sum(tl.where(inside & (at >= last), counts, 0), axis=0)
+        total += run
+        end = tl.where(last >= 0, first, end - LOOK)
+    return folded(total)
+
+
+@triton.jit
+def piece_bits(
+    x_ptr, bias_ptr, threshold_ptr, limits_ptr, stride_t, radius, row, stride_xm, begin, M, N,
+    WORDS: tl.constexpr, VEC: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Whether elements are kept: bit v of byte c of a row's word w is the row's element
+    VEC * (begin + c * WORDS + w) + v."""
+    lane = tl.arange(0, ROWS * WORDS) % WORDS
+    bits = tl.zeros([ROWS * WORDS], tl.int32)
+    for c in tl.static_range(PARTS):
+        first = begin + c * WORDS + lane
+        columns = first[:, None] * VEC + tl.arange(0, VEC)[None, :]
+        if EVEN:
+            # Words are whole: that is said in words, for the compiler to load 16 bytes at a time.
+            offset = (row * (stride_xm // VEC) + first) * VEC
+            inside = (first < N // VEC)[:, None]
+        else:
+            offset = row * stride_xm + first * VEC
+            inside = columns < N
+        inside = inside & (row < M)[:, None]
+        x = tl.load(x_ptr + offset[:, None] + tl.arange(0, VEC)[None, :], mask=inside, other=0.0)
+        if radius is None:
+            keep = x != 0
+        else:
+            pre = add_bias(x, bias_ptr, columns, inside)
+            most = load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, inside, WINDOW)
+            keep = ~(pre <= most) & inside
+        bits |= tl.sum(keep.to(tl.int32) << (8 * c + tl.arange(0, VEC)[None, :]), axis=1)
+    return bits
+
+
+@triton.jit
+def write_entries(
+    x_ptr, bias_ptr, threshold_ptr, stride_t, radius, values_ptr, indices_ptr, bits, place, row, stride_xm, begin,
+    WORDS: tl.constexpr, VEC: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Every word writes its lowest entry in turn, so the work follows the fullest word, which has 1 or 2 in sparse
+    data. `place` (start and end of the row's room, int64; 16-bit places by chunk) says where a word's entries go.
+    Returns how many of a word's entries exceed the threshold, with WINDOW, in which the others have the value 0."""
+    lane = tl.arange(0, ROWS * WORDS) % WORDS
+    start, room, within = place
+    active = tl.zeros([ROWS * WORDS], tl.int32)
+    for _ in range(tl.max(sum_bytes(ones_in_bytes(bits)), axis=0)):
+        held = bits != 0
+        bit, bits = pop_lowest(bits)
+        chunk = (bit >> 3) & 3
+        slot = start + ((within >> (16 * chunk)) & 0xFFFF)
+        within += tl.full([], 1, tl.int64) << (16 * chunk)
+        mask = held & (slot < room)
+        column = (begin + chunk * WORDS + lane) * VEC + (bit & 7)
+        value = tl.load(x_ptr + row * stride_xm + column, mask=held, other=0.0)
+        if radius is not None:
+            value = add_bias(value, bias_ptr, column, held)
+            if WINDOW:
+                below = value <= load_threshold(threshold_ptr, stride_t, column, held)
+                value = tl.where(below, 0.0, value)
+                active += (held & ~below).to(tl.int32)
+        tl.store(values_ptr + slot, value, mask=mask)
+        tl.store(indices_ptr + slot, column, mask=mask)
+    return active
+
+
+@triton.jit
+def clear_slots(values_ptr, indices_ptr, rows, counts, M, room, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Marks the slots behind the entries of rows that have `room` slots each."""
+    for first in range(tl.min(tl.where(rows < M, counts, room), axis=0), room, BLOCK):
+        slots = first + tl.arange(0, BLOCK)
+        mask = (rows < M)[:, None] & (slots[None, :] >= counts[:, None]) & (slots < room)[None, :]
+        at = rows[:, None] * room + slots[None, :]
+        tl.store(indices_ptr + at, -1, mask=mask)
+        tl.store(values_ptr + at, 0.0, mask=mask)
+
+
+@launch.kernel(do_not_specialize=["epoch"])
+def _list_entries_kernel(
+    x_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, starts_ptr, counts_ptr, l0_ptr, flags_ptr,
+    epoch, stride_t, radius, stride_xm, M, N, pieces, room,
+    WORDS: tl.constexpr, VEC: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Program (ROWS rows, piece of them), pieces fastest; where ROWS is not 1, `pieces` is.
+
+    Where `radius` is None entries are the elements that differ from 0. `starts_ptr` gets the sum of all counts behind
+    the starts; without it each row has `room` slots of its own. Counts are true, and starts folded, also of rows whose
+    entries find no room. With a WINDOW the entries above their threshold are added to what `l0_ptr` holds.
+    """
+    pid = tl.program_id(0)
+    part = pid % pieces
+    begin = part * (PARTS * WORDS)
+    rows = (pid // pieces).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = (pid // pieces).to(tl.int64) * ROWS + tl.arange(0, ROWS * WORDS) // WORDS
+    bits = piece_bits(
+        x_ptr, bias_ptr, threshold_ptr, limits_ptr, stride_t, radius, row, stride_xm, begin, M, N, WORDS, VEC, PARTS,
+        ROWS, EVEN, WINDOW,
+    )  # fmt: skip
+    fields = spread_bytes(ones_in_bytes(bits)).reshape([ROWS, WORDS])
+    by_chunk = tl.sum(fields, axis=1)
+    counts = sum_fields(by_chunk)
+    count = tl.sum(counts, axis=0)
+    if flags_ptr is not None:
+        publish(flags_ptr + pid, epoch, count.to(tl.int64))
+    chunks_before = (by_chunk << 16) + (by_chunk << 32) + (by_chunk << 48)
+    within = tl.cumsum(fields, axis=1) - fields + chunks_before[:, None]
+    base = tl.zeros([], tl.int64)
+    if flags_ptr is not None:
+        base = sum_before(flags_ptr, pid - part if starts_ptr is None else 0, pid, epoch)
+        publish(flags_ptr + pid, epoch, folded(base + count) | DONE)
+    start = rows * room + base if starts_ptr is None else base + tl.cumsum(counts, axis=0) - counts
+    if count > 0:
+        of_row = tl.broadcast_to(start[:, None], [ROWS, WORDS]).reshape([ROWS * WORDS])
+        end = (row + 1) * room if starts_ptr is None else room
+        active = write_entries(
+            x_ptr, bias_ptr, threshold_ptr, stride_t, radius, values_ptr, indices_ptr, bits,
+            (of_row, end, within.reshape([ROWS * WORDS])), row, stride_xm, begin, WORDS, VEC, ROWS, WINDOW,
+        )  # fmt: skip
+        if WINDOW and l0_ptr is not None:
+            found = tl.sum(active.reshape([ROWS, WORDS]), axis=1).to(tl.float32)
+            # Whole numbers: the sum does not depend on the order of arrival.
+            tl.atomic_add(l0_ptr + rows, found, mask=rows < M, sem="relaxed")
+    if starts_ptr is not None:
+        if part == 0:
+            tl.store(starts_ptr + rows, folded(start), mask=rows < M)
+        if pid == tl.num_programs(0) - 1:
+            tl.store(starts_ptr + M, folded(base + count))
+    if part == pieces - 1:
+        if starts_ptr is None:
+            counts += base.to(tl.int32)
+            clear_slots(values_ptr, indices_ptr, rows, counts, M, room, ROWS, 1024 // ROWS)
+        elif pieces > 1:
+            before = tl.zeros([], tl.int64)
+            if pid >= pieces:
+                before = wait_sum(flags_ptr + pid - pieces, epoch)
+            counts += ((base - before) & (FOLD - 1)).to(tl.int32)
+        tl.store(counts_ptr + rows, counts, mask=rows < M)
+        if l0_ptr is not None and not WINDOW:
+            tl.store(l0_ptr + rows, counts, mask=rows < M)
+
+
+class Limit(NamedTuple):
+    """What elements have to exceed to be kept, instead of differing from 0: z + bias above the thresholds of columns,
+    or less than `radius` below them. Without thresholds the limit is 0, and it is never below."""
+
+    bias: Tensor | None
+    threshold: Tensor | None
+    radius: float = 0.0
+
+
+class Cut(NamedTuple):
+    """How rows are cut: the kernel's sizes, pieces a row, and warps."""
+
+    sizes: dict[str, int]
+    pieces: int
+    warps: int
+
+
+WARPS, WORDS = 4, 512
+"""Warps of a program, and words of a chunk."""
+MANY = 1 << 23
+"""Words of a matrix from which on chunks are twice as long: 152 us for 161 of 4,096 rows of 65,536 16-bit numbers. With
+a limit they would take more registers than there are."""
+
+
+def cut(m: int, n: int, element_size: int, limited: bool = False) -> Cut:
+    """How m rows of n columns are cut into pieces, or short rows put into one."""
+    vec = 16 // element_size
+    words = launch.cdiv(n, vec)
+    chunk = 2 * WORDS if m * words >= MANY and not limited else WORDS
+    pieces = launch.cdiv(words, CHUNKS * chunk)
+    # Chunks of fewer words than a warp has lanes would be read 16 bytes here and there.
+    width = min(chunk, max(launch.next_power_of_2(launch.cdiv(words, CHUNKS)), min(launch.next_power_of_2(words), 32)))
+    parts = launch.cdiv(launch.cdiv(words, pieces), width)
+    # Many short rows share a program, few do not.
+    rows = 1 if pieces > 1 else min(chunk // width, launch.next_power_of_2(launch.cdiv(m, 256)))
+    sizes = {"WORDS": width, "VEC": vec, "PARTS": parts, "ROWS": rows}
+    return Cut(sizes, launch.cdiv(words, parts * width), WARPS)
+
+
+def list_entries(
+    x: Tensor, room: int, limit: Limit | None = None, l0: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `list_entries`; with a limit, what is kept of x by that. `l0` (float32 `[M]`, zeros) gets how many
+    entries of each row exceed its threshold."""
+    m, device = x.shape[0], x.device
+    values, indices = x.new_empty(room), torch.empty(room, dtype=torch.int32, device=device)
+    make = torch.empty if x.numel() else torch.zeros
+    starts = make(m + 1, dtype=torch.int64, device=device)
+    counts = make(m, dtype=torch.int32, device=device)
+    _launch(x, (values, indices, starts, counts, l0), room, limit)
+    return values, indices, starts, counts
+
+
+def list_slots(
+    x: Tensor, capacity: int, limit: Limit | None = None, l0: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, counts) likewise, where each row has `capacity` slots; those without an entry are marked."""
+    values, indices, counts = empty_ell(x, x.shape[0], capacity)
+    if x.numel() == 0:
+        return values.zero_(), indices.fill_(-1), counts.zero_()
+    _launch(x, (values, indices, None, counts, l0), capacity, limit)
+    return values, indices, counts
+
+
+def _launch(x: Tensor, out: tuple[Tensor | None, ...], room: int, limit: Limit | None) -> None:
+    """Fills out: values, indices, starts or None, counts and l0 or None."""
+    m, n = x.shape
+    if m == 0 or n == 0:
+        return
+    x = rows_contiguous(x)
+    sizes, pieces, warps = cut(m, n, x.element_size(), limit is not None)
+    programs = launch.cdiv(m, sizes["ROWS"]) * pieces
+    flags: tuple[Tensor | None, int] = (None, 0)
+    if out[2] is not None or pieces > 1:
+        flags = launch.flags.get(programs, x.device)
+    by: tuple[Any, ...] = (None, None, None)
+    stride_t = radius = None
+    if limit is not None:
+        stride_t, radius = 0 if limit.threshold is None else limit.threshold.stride(0), float(limit.radius)
+        # Where rows are few their thresholds are not worth a launch.
+        by = (limit.bias, limit.threshold, limits_of(x, limit.threshold, radius) if m >= 512 else None)
+    args = (x, *by, *out, *flags, stride_t, radius, x.stride(0), m, n, pieces, room)
+    meta = {**sizes, "EVEN": (n | x.stride(0)) % sizes["VEC"] == 0, "WINDOW": bool(radius)}
+    _list_entries_kernel((programs, 1, 1), args, meta, num_warps=warps)
+
+
+def list_all(x: Tensor, limit: Limit | None, l0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, starts) with room for as many entries as there are, for which the host waits.
+
+    Room is first made for more entries than usual: one pass does, unless there are more still.
+    """
+    m, n = x.shape
+    values, indices, starts, _ = list_entries(x, min(m * default_capacity(n), MOST_ENTRIES), limit, l0)
+    total = int(starts[-1])
+    if total > MOST_ENTRIES:
+        raise ValueError(f"rowsparse: a container holds at most 2^30 entries, got {total}. Take fewer rows at a time.")
+    if total > values.shape[0]:
+        values, indices, starts, _ = list_entries(x, total, limit)
+    # Copies, for what is kept of a large batch is to be no larger than its entries.
+    return values[:total].clone(), indices[:total].clone(), starts
+
+
+EXAMPLES = {
+    _list_entries_kernel: {
+        "starts_ptr": "*i64", "WORDS": 512, "VEC": 8, "PARTS": 4, "ROWS": 1, "EVEN": True, "WINDOW": True,
+        "num_warps": 4,
+    },
+}  # fmt: skip
