@@ -112,6 +112,13 @@ def _ffn(draw: Draw, m: int, n: int, d: int) -> Results:
         yield ffn.gated(x, gate, up, down, method=method)
         yield ffn.plain(x, up, down, method=method)
     yield from sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1)
+    weights = [t.requires_grad_() for t in (gate, up, down)]
+    for out, activity in (
+        ffn.gated(x, *weights, method="gather", with_activity=True),
+        ffn.plain(x, weights[0], weights[2], method="gather", with_activity=True),
+    ):
+        yield out
+        yield from (torch.nan_to_num(part) for part in activity)
 
 
 def _selected(draw: Draw, b: int, t: int, s: int) -> Results:

@@ -161,7 +161,8 @@ def test_a_launch_is_kept(m: int, device: torch.device, generator: torch.Generat
     made, make = [], linear_glu._launch_linear_glu
     monkeypatch.setattr(linear_glu, "_launch_linear_glu", lambda *a: made.append(m) or make(*a))
     monkeypatch.setattr(linear_glu, "_plans", launch.Plans())
-    sets = [leaves_of(m, 40, 64, generator, torch.bfloat16) for _ in range(4)]
+    # Enough columns for tiles of 32 to keep a GPU at work.
+    sets = [leaves_of(m, 8192, 64, generator, torch.bfloat16) for _ in range(4)]
     outs = [gemm.linear_glu(**leaves) for leaves in sets]
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())

@@ -33,6 +33,8 @@ def check(rows: ELL | CSR, x: torch.Tensor) -> None:
             position += count
         assert indices[:held].tolist() == columns[:held].tolist()
         assert_exact(values[:held], flat[row, columns[:held]].double())
+    if isinstance(rows, CSR):
+        assert (rows.indices[position:] == -1).all() and (rows.values[position:] == 0).all()
     over = bool((counts > rows.capacity).any()) if isinstance(rows, ELL) else int(counts.sum()) > rows.max_nnz
     assert rows.overflowed.shape == () and rows.overflowed.device == x.device and bool(rows.overflowed) == over
 

@@ -122,6 +122,16 @@ def test_nan_and_repeated_indices(device: torch.device) -> None:
     assert out[0].item() == pytest.approx(2.0) and out[1].isnan()
 
 
+def test_slots_behind_the_last_entry_are_never_multiplied(device: torch.device) -> None:
+    offsets = torch.tensor([0, 1, 2], device=device)
+    indices = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)
+    values = torch.tensor([0.5, 0.25, float("nan")], device=device, requires_grad=True)
+    scale = torch.ones(4, device=device, requires_grad=True)
+    out = tanh_l0(rowsparse.CSR(offsets, indices, values, (2, 4)), scale)
+    out.sum().backward()
+    assert out.isfinite().all() and scale.grad.isfinite().all() and values.grad[:2].isfinite().all()
+
+
 def test_errors(device: torch.device) -> None:
     rows = rowsparse.pack(torch.ones(2, 3, device=device))
     with pytest.raises(TypeError, match=r"sae.tanh_l0: rows must be an ELL, CSR or TwELL of rowsparse, got Tensor"):

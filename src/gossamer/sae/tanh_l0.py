@@ -57,7 +57,8 @@ def _of_csr(rows: CSR, scale: Tensor) -> Tensor:
     held = torch.arange(len(values), device=values.device) < row_offsets[-1]
     inside = held & (indices >= 0) & (indices < rows.num_columns)
     steep = scale[torch.where(inside, indices, 0)] if scale.numel() else values.to(scale.dtype)
-    entries = torch.where(held, torch.tanh(values * steep), 0)
+    # A slot behind the last entry is never multiplied: it may be NaN, and 0 times NaN would reach gradients.
+    entries = torch.tanh(torch.where(inside, values, 0) * steep)
     ones = scale.new_ones(rows.num_columns, 1)
     dense = None if source is None else torch.tanh(source * scale)
     terms = rows.rebuilt(entries, indices, row_offsets, dense)

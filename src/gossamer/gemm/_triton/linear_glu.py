@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu_path import FEW, choose_path
 
 BYTES = 1 << 28
@@ -111,24 +112,12 @@ def _linear_glu_row_kernel(
 
 
 @launch.kernel
-def _glu_fwd_kernel(
-    gate_ptr, up_ptr, gate_bias_ptr, up_bias_ptr, out_ptr, N, total, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr
-):  # fmt: skip
-    """Program (block of all `total` numbers): the gated product of gate and up, [M, N], to which it adds their
-    biases."""
-    first = tl.program_id(0).to(tl.int64) * BLOCK
-    at = first + tl.arange(0, BLOCK)
+def _glu_fwd_kernel(gate_ptr, up_ptr, out_ptr, total, BLOCK: tl.constexpr, ACTIVATION: tl.constexpr):
+    """Program (block of all `total` numbers): the gated product of gate and up, [M, N]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < total
-    # One remainder of 64 bits, which is slow, and the others of 32.
-    columns = ((first % N).to(tl.int32) + tl.arange(0, BLOCK)) % N
     gate = tl.load(gate_ptr + at, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + at, mask=mask, other=0.0).to(tl.float32)
-    if gate_bias_ptr is not None:
-        gate += tl.load(gate_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(gate_ptr + at, gate, mask=mask)
-    if up_bias_ptr is not None:
-        up += tl.load(up_bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-        tl.store(up_ptr + at, up, mask=mask)
     active, _ = activated(gate, ACTIVATION)
     tl.store(out_ptr + at, active * up, mask=mask)
 
@@ -308,17 +297,24 @@ def _launch_separate(
         rows = slice(first, first + block)
         given = x[rows]
         gate, up = (place[rows] for place in gates) if gates else (x.new_empty(len(given), n) for _ in range(2))
-        torch.mm(given, gate_weight.t(), out=gate)
-        torch.mm(given, up_weight.t(), out=up)
+        _product(given, gate_weight, gate_bias, gate)
+        _product(given, up_weight, up_bias, up)
         if out is not None:
             total = gate.numel()
-            args = (gate, up, gate_bias, up_bias, out[rows], n, total)
-            _glu_fwd_kernel((launch.cdiv(total, FLAT), 1, 1), args, {"BLOCK": FLAT, "ACTIVATION": activation})
+            meta = {"BLOCK": FLAT, "ACTIVATION": activation}
+            _glu_fwd_kernel((launch.cdiv(total, FLAT), 1, 1), (gate, up, out[rows], total), meta)
         elif grad is not None:
-            for z, bias in ((gate, gate_bias), (up, up_bias)):
-                if bias is not None:
-                    z += bias
             launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+
+
+def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """out = x @ weight.T + bias, rounded once: a sum that is near 0 keeps its sign, by which ReLU passes gradients."""
+    if bias is None:
+        torch.mm(x, weight.t(), out=out)
+    elif bias.dtype is x.dtype:
+        torch.addmm(bias, x, weight.t(), out=out)
+    else:
+        out.copy_(linear(x, weight, bias))
 
 
 def launch_glu_bwd(
@@ -340,8 +336,7 @@ EXAMPLES = {
     },
     _linear_glu_row_kernel: {"up_bias_ptr": None, "stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
     _glu_fwd_kernel: {
-        "gate_ptr": "*fp32", "up_ptr": "*fp32", "up_bias_ptr": None, "out_ptr": "*fp32", "BLOCK": FLAT,
-        "ACTIVATION": "gelu",
+        "gate_ptr": "*fp32", "up_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": FLAT, "ACTIVATION": "gelu",
     },
     _glu_bwd_kernel: {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
 }  # fmt: skip

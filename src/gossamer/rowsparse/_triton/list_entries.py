@@ -300,18 +300,22 @@ def cut(m: int, n: int, element_size: int, limited: bool = False) -> Cut:
     return Cut(sizes, launch.cdiv(words, parts * width), WARPS)
 
 
-def list_entries(
-    x: Tensor, room: int, limit: Limit | None = None, l0: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `list_entries`; with a limit, what is kept of x by that. `l0` (float32 `[M]`, zeros) gets how many
-    entries of each row exceed its threshold."""
-    m, device = x.shape[0], x.device
-    values, indices = x.new_empty(room), torch.empty(room, dtype=torch.int32, device=device)
+def list_entries(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `list_entries`. Slots behind the last entry hold a value of 0 and the column -1."""
+    values, indices = x.new_zeros(room), torch.full((room,), -1, dtype=torch.int32, device=x.device)
+    return values, indices, *_fill(x, values, indices, None, None)
+
+
+def _fill(
+    x: Tensor, values: Tensor, indices: Tensor, limit: Limit | None, l0: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(starts, counts) of the entries that it writes: those of x, or with a limit those that it keeps. `l0` (float32
+    `[M]`, zeros) gets how many entries of each row exceed its threshold."""
     make = torch.empty if x.numel() else torch.zeros
-    starts = make(m + 1, dtype=torch.int64, device=device)
-    counts = make(m, dtype=torch.int32, device=device)
-    _launch(x, (values, indices, starts, counts, l0), room, limit)
-    return values, indices, starts, counts
+    starts = make(x.shape[0] + 1, dtype=torch.int64, device=x.device)
+    counts = make(x.shape[0], dtype=torch.int32, device=x.device)
+    _launch(x, (values, indices, starts, counts, l0), values.shape[0], limit)
+    return starts, counts
 
 
 def list_slots(
@@ -353,12 +357,15 @@ def list_all(x: Tensor, limit: Limit | None, l0: Tensor | None) -> tuple[Tensor,
     Room is first made for more entries than usual: one pass does, unless there are more still.
     """
     m, n = x.shape
-    values, indices, starts, _ = list_entries(x, min(m * default_capacity(n), MOST_ENTRIES), limit, l0)
+    room = min(m * default_capacity(n), MOST_ENTRIES)
+    values, indices = x.new_empty(room), torch.empty(room, dtype=torch.int32, device=x.device)
+    starts, _ = _fill(x, values, indices, limit, l0)
     total = int(starts[-1])
     if total > MOST_ENTRIES:
         raise ValueError(f"rowsparse: a container holds at most 2^30 entries, got {total}. Take fewer rows at a time.")
-    if total > values.shape[0]:
-        values, indices, starts, _ = list_entries(x, total, limit)
+    if total > room:
+        values, indices = x.new_empty(total), torch.empty(total, dtype=torch.int32, device=x.device)
+        starts, _ = _fill(x, values, indices, limit, None)
     # Copies, for what is kept of a large batch is to be no larger than its entries.
     return values[:total].clone(), indices[:total].clone(), starts
 
