@@ -362,29 +362,11 @@ def _gradients(
     return dqi, dki, dw, of_biases.sum((0, 2)), rows[-b * t :]
 
 
-_STUDENT = {
-    **dict.fromkeys(("qi_ptr", "ki_ptr"), "*bf16"), **dict.fromkeys(("w_ptr", "bias_ptr", "lse_ptr"), "*fp32"),
-    "lists_ptr": "*i32", "counts_ptr": "*i32", "T": "i32", "capacity": "i32",
-}  # fmt: skip
-_BOTH = {
-    **_STUDENT, **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "grad_ptr"), "*bf16"), "lse_idx_ptr": None, "H": "i32",
-    "scale": "fp32", "scale_idx": "fp32",
-}  # fmt: skip
 _SIZES = {"D": 128, "HEADS": 4, "DI": 64, "GROUP": 1}
 EXAMPLES = {
-    _indexer_lse_kernel: {
-        "signature": {**_STUDENT, "first": "i32", "scale": "fp32"},
-        "constexprs": {"HEADS": 4, "DI": 64},
-        "num_warps": 8,
-    },
+    _indexer_lse_kernel: {"w_ptr": "*fp32", "HEADS": 4, "DI": 64, "num_warps": 8},
     _indexer_rows_kernel: {
-        "signature": {**_BOTH, **dict.fromkeys(("dqi_ptr", "rows_ptr"), "*fp32"), "first": "i32"},
-        "constexprs": _SIZES,
-        "num_warps": 16,
+        "w_ptr": "*fp32", "lse_idx_ptr": None, "scale_idx": "fp32", "rows_ptr": "*fp32", **_SIZES, "num_warps": 16,
     },
-    _indexer_keys_kernel: {
-        "signature": {**_BOTH, "dki_ptr": "*fp32", "plan_ptr": "*i32", "entries": "i32"},
-        "constexprs": _SIZES,
-        "num_warps": 8,
-    },
-}
+    _indexer_keys_kernel: {"w_ptr": "*fp32", "lse_idx_ptr": None, "scale_idx": "fp32", **_SIZES, "num_warps": 8},
+}  # fmt: skip
