@@ -24,12 +24,18 @@ TARGETS = {
 SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "gfx942": 65_536}
 
 _OPTIONS = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
-_INT32 = (
-    "above again any arrived columns counts fired found indices kth list long need nnz offsets reach some starts ties"
-)
-_KINDS = dict.fromkeys(_INT32.split(), "i32") | dict.fromkeys(("flags", "keys", "words"), "i64")
-_KINDS |= dict.fromkeys(("bias", "l0", "partial", "radius", "sums", "threshold"), "fp32")
-"""What an argument holds by the last word of its name. Other pointers are to bf16, and other numbers are i32."""
+_WORDS = {
+    "*i32": "above again any arrived before bits blocks bound cols columns counts elements entries fired flags found"
+    " from heavy indices kth last lengths list lists long need nnz offsets order others pairs places plan positions"
+    " ranks reach rows sizes some sorted starts table taken tiles ties union wanted",
+    "*i64": "index keys map words",
+    "*u8": "mask",
+    "*fp32": "bias bounds cos dki dots dqi l0 l1 lse mean partial parts penalty predictor radius sin slope stats sums"
+    " threshold wide",
+    "fp32": "fill neutral price radius scale temperature",
+}
+"""The type of an argument by the last word of its name. Other pointers are to bf16, and other numbers are i32."""
+_TYPES = {(kind[0] == "*", word): kind for kind, words in _WORDS.items() for word in words.split()}
 
 
 def kernel_modules() -> list[str]:
@@ -53,14 +59,23 @@ def examples() -> dict[str, tuple[Any, dict[str, Any]]]:
     return found
 
 
+def type_of(name: str) -> str:
+    """The type that an argument's name says."""
+    stem = name.removesuffix("_ptr")
+    pointer = stem != name
+    return _TYPES.get((pointer, stem.rpartition("_")[2]), "*bf16" if pointer else "i32")
+
+
 def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What `compile_kernel` takes, from an example as the kernel's file gives it: constexprs, options of a launch, and
-    of other arguments what their names do not say. That is a type, the block of a tensor descriptor, None for a pointer
-    that is absent, or a number that the kernel is compiled for. Of an argument that is a tuple they say all. A
-    signature and constexprs may stand by themselves."""
+    """The argument of `compile_kernel`, from an example as the kernel's file gives it.
+
+    An example gives each constexpr, the options of a launch that are not `_OPTIONS`, and each argument that is not as
+    its name says: a type, the block of a tensor descriptor, None for a pointer that is absent, a number that the kernel
+    is compiled for, or the types of a tuple.
+    """
     kernel = kernel.fn
-    given = _OPTIONS | given | given.get("signature", {}) | given.get("constexprs", {})
-    unknown = given.keys() - {*kernel.arg_names, *_OPTIONS, "signature", "constexprs"}
+    given = _OPTIONS | given
+    unknown = given.keys() - {*kernel.arg_names, *_OPTIONS}
     if unknown:
         raise ValueError(f"{kernel.__name__} has no {', '.join(sorted(unknown))}, which its example gives.")
     signature: dict[str, str | None] = {}
@@ -72,9 +87,8 @@ def complete(kernel: Any, given: dict[str, Any]) -> dict[str, Any]:
         elif isinstance(value, list):
             signature[name] = f"tensordesc<bf16{value},{gl.NVMMASharedLayout(128, 16, len(value))!r}>"
         elif value is ...:
-            word = name.removesuffix("_ptr").rpartition("_")[2]
-            signature[name] = "*" + _KINDS.get(word, "bf16") if name.endswith("_ptr") else _KINDS.get(word, "i32")
-        elif value != "constexpr":
+            signature[name] = type_of(name)
+        else:
             signature[name] = value
     return {"signature": signature, "constexprs": constexprs} | {option: given[option] for option in _OPTIONS}
 

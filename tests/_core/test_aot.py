@@ -160,6 +160,13 @@ def test_every_entry_kernel_has_an_example(module: str) -> None:
     assert {kernel.fn.__name__ for kernel in getattr(loaded, "EXAMPLES", {})} == kernels
 
 
+@pytest.mark.parametrize("module", aot.kernel_modules())
+def test_no_example_repeats_what_a_name_says(module: str) -> None:
+    for kernel, example in getattr(importlib.import_module(module), "EXAMPLES", {}).items():
+        repeated = [name for name in kernel.fn.arg_names if example.get(name) == aot.type_of(name)]
+        assert not repeated, f"{kernel.fn.__name__}: tests/aot.py knows {', '.join(repeated)} by name"
+
+
 def test_an_example_says_what_names_do_not() -> None:
     kernel, example = KERNELS["_gluon._linear_pack_kernel"]
     given = {**example["constexprs"], "x_desc": [128, 64], "bias_ptr": None, "M": 1, "maxnreg": 168}

@@ -11,11 +11,7 @@ from tests import aot
 pytestmark = pytest.mark.native
 
 EXAMPLES = {**indexer_scores.EXAMPLES, **select_topk.EXAMPLES, **threshold.EXAMPLES}
-KERNELS = {
-    kernel.fn.__name__: (kernel, example)
-    for kernel, example in EXAMPLES.items()
-    if {"FAST", "PACKED"} & {*example, *example.get("constexprs", ())}
-}
+KERNELS = {kernel.fn.__name__: kernel for kernel, example in EXAMPLES.items() if {"FAST", "PACKED"} & {*example}}
 
 
 @pytest.mark.parametrize("unit", [1, 4])
@@ -23,16 +19,16 @@ KERNELS = {
 @pytest.mark.parametrize("forced", [False, True])
 @pytest.mark.parametrize("name", KERNELS)
 def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit: int) -> None:
-    kernel = KERNELS[name][0]
-    example = aot.complete(*KERNELS[name])
-    if unit > 1 and "UNIT" not in example["constexprs"]:
+    kernel = KERNELS[name]
+    example = EXAMPLES[kernel]
+    if unit > 1 and "UNIT" not in example:
         pytest.skip("knows no units")
     given = {flag: value for flag, value in (("FAST", True), ("PACKED", True), ("FORCED", forced))}
-    own = {flag: value for flag, value in given.items() if flag in example["constexprs"]}
-    own |= {"UNIT": unit} if "UNIT" in example["constexprs"] else {}
+    own = {flag: value for flag, value in given.items() if flag in example}
+    own |= {"UNIT": unit} if "UNIT" in example else {}
     if forced and "FORCED" not in own:
         pytest.skip("keeps nothing")
-    compiled = aot.compile_kernel(kernel, {**example, "constexprs": example["constexprs"] | own}, target)
+    compiled = aot.compile_kernel(kernel, aot.complete(kernel, example | own), target)
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
     text = compiled.asm["ptx"]
     assert ("tanh.approx.f32" in text) == ("FAST" in own) and ("set.ge.u32.f16x2" in text) == ("PACKED" in own)
@@ -48,8 +44,7 @@ def test_lists_of_every_width(parts: int, causal: bool, target: str) -> None:
     """Attention lists the keys of one or two words of queries, the indexer's loss those of more."""
     ((kernel, example),) = key_lists.EXAMPLES.items()
     own = {"PARTS": parts, "CAUSAL": causal, "BLOCK": key_lists.keys_of_tile(parts)}
-    given = {**example, "constexprs": {**example["constexprs"], **own}}
-    compiled = aot.compile_kernel(kernel, aot.complete(kernel, given), target)
+    compiled = aot.compile_kernel(kernel, aot.complete(kernel, example | own), target)
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
     used = aot.resources(compiled)
     assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
@@ -63,8 +58,7 @@ def test_every_shape_that_hopper_scores(heads: int, d: int, dtype: str, bias: st
         "q_desc": f"tensordesc<{dtype}[1, 1, {hopper.ROWS}, {d}],{hopper.LAYOUTS[4]!r}>",
         "k_desc": f"tensordesc<{dtype}[1, {hopper.COLUMNS}, {d}],{hopper.LAYOUTS[3]!r}>",
     }
-    signature = {**example["signature"], **kinds, "bias_ptr": bias, "lengths_ptr": lengths, "w_ptr": f"*{dtype}"}
-    given = {**example, "signature": signature, "constexprs": {**example["constexprs"], "HEADS": heads}}
+    given = example | kinds | {"bias_ptr": bias, "lengths_ptr": lengths, "w_ptr": f"*{dtype}", "HEADS": heads}
     compiled = aot.compile_kernel(kernel, aot.complete(kernel, given), "sm_90")
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["sm_90"]
     used = aot.resources(compiled)
@@ -81,9 +75,6 @@ def test_what_hopper_scores_for(lists: bool, flags: str | None, unit: int) -> No
         if lists
         else {"keys_ptr": "*i16", "bound_ptr": None, "counts_ptr": None, "flags_ptr": flags}
     )
-    given = {
-        **example, "signature": {**example["signature"], **own}, "constexprs": {**example["constexprs"], "UNIT": unit}
-    }  # fmt: skip
-    used = aot.resources(aot.compile_kernel(kernel, aot.complete(kernel, given), "sm_90"))
+    used = aot.resources(aot.compile_kernel(kernel, aot.complete(kernel, example | own | {"UNIT": unit}), "sm_90"))
     # Three programs share a multiprocessor.
     assert used["LOCAL"] == used["STACK"] == 0 and used["REG"] <= 168

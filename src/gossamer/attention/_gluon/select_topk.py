@@ -334,16 +334,9 @@ def launch_index_keys(
     _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4)
 
 
-_NUMBERS = dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead", "window", "sinks"), "i32")
 EXAMPLES = {
     _index_keys_kernel: {
-        "signature": {
-            "q_desc": f"tensordesc<bf16[1, 1, {ROWS}, 64],{LAYOUTS[4]!r}>",
-            "k_desc": f"tensordesc<bf16[1, {COLUMNS}, 64],{LAYOUTS[3]!r}>",
-            "w_ptr": "*bf16", "bias_ptr": "*fp32", "lengths_ptr": None, "keys_ptr": "*i32", "bound_ptr": "*i32",
-            "counts_ptr": "*i32", "flags_ptr": None, **_NUMBERS, "scale": "fp32",
-        },
-        "constexprs": {"HEADS": 4, "STAGES": STAGES, "UNIT": 1},
-        "num_warps": 4,
+        "q_desc": [1, 1, ROWS, 64], "k_desc": [1, COLUMNS, 64], "lengths_ptr": None, "keys_ptr": "*i32",
+        "flags_ptr": None, "HEADS": 4, "STAGES": STAGES, "UNIT": 1,
     },
 }  # fmt: skip

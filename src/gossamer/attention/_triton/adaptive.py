@@ -106,13 +106,7 @@ def rows_k(
 
 EXAMPLES = {
     _adaptive_k_kernel: {
-        "signature": {
-            "keys_ptr": "*i16", "w_ptr": "*bf16", "lengths_ptr": "*i32", "mean_ptr": "*fp32", "predictor_ptr": "*fp32",
-            "k_ptr": "*i32",
-            **dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead", "k_min", "k_base", "k_max"), "i32"),
-            "temperature": "fp32",
-        },
-        "constexprs": {"STEPS": 31741, "HEADS": 4, "RULE": 2, "HIDDEN": 32, "BLOCK": 2048, "UNIT": 1},
-        "num_warps": 8,
+        "keys_ptr": "*i16", "k_ptr": "*i32", "STEPS": 31741, "HEADS": 4, "RULE": 2, "HIDDEN": 32, "BLOCK": 2048,
+        "UNIT": 1, "num_warps": 8,
     },
 }  # fmt: skip

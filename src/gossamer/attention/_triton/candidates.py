@@ -152,13 +152,6 @@ def launch_candidates(
 
 EXAMPLES = {
     _candidates_kernel: {
-        "signature": {
-            **dict.fromkeys(("lists_ptr", "counts_ptr", "bound_ptr", "threshold_ptr", "last_ptr", "flags_ptr"), "*i32"),
-            **dict.fromkeys(("words_ptr", "lengths_ptr"), "*i32"),
-            **dict.fromkeys(("first", "Tq", "padded", "Tk", "ahead", "k"), "i32"),
-        },
-        "constexprs": {"LISTS": LISTS, "SLOTS": 256},
-        "num_warps": 8,
-        "maxnreg": 80,
+        "threshold_ptr": "*i32", "words_ptr": "*i32", "LISTS": LISTS, "SLOTS": 256, "num_warps": 8, "maxnreg": 80,
     },
 }  # fmt: skip

@@ -151,7 +151,7 @@ def _indexer_lse_kernel(
 @launch.kernel(do_not_specialize=["first"])
 def _indexer_rows_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr,
-    dqi_ptr, rows_ptr, first, T, H, capacity, scale, scale_idx,
+    dqi_ptr, rows_ptr, first, T, H, capacity, scale, idx_scale,
     D: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Program (M queries, batch): without values the loss of each; the gradients of q, w and bias before those are
@@ -175,7 +175,7 @@ def _indexer_rows_kernel(
         keep = taken(lists_ptr, slot, count, capacity, place, active)
         g = over_heads(q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP, D)
         ki = keys_of(ki_ptr, batch, key, T, DI)
-        scores, u = student(qi, ki, w, bias, scale_idx, NI, M)
+        scores, u = student(qi, ki, w, bias, idx_scale, NI, M)
         if v_ptr is None:
             scores = scores - lse_idx[:, None]
             loss += tl.sum(tl.where(g == 0, 0.0, g * (tl.log(g) - scores)), axis=1)
@@ -193,13 +193,13 @@ def _indexer_rows_kernel(
     tl.store(rows_ptr + at, dw, mask=held)
     tl.store(rows_ptr + size + at, db, mask=held)
     column = tl.arange(0, dqi.shape[1])
-    tl.store(dqi_ptr + at[:, None] * DI + column[None, :], dqi * scale_idx, mask=held[:, None] & (column < DI)[None, :])
+    tl.store(dqi_ptr + at[:, None] * DI + column[None, :], dqi * idx_scale, mask=held[:, None] & (column < DI)[None, :])
 
 
 @launch.kernel(do_not_specialize=["entries"])
 def _indexer_keys_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr,
-    dki_ptr, plan_ptr, T, H, capacity, entries, scale, scale_idx,
+    dki_ptr, plan_ptr, T, H, capacity, entries, scale, idx_scale,
     D: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
     """Programs draw items (entry: group of queries and batch; tile of its keys) from a ticket, as in
@@ -234,7 +234,7 @@ def _indexer_keys_kernel(
             keep = taken(list_ptr, slot, count, capacity, place, active)
             g = over_heads(q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP, D)
             qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS, DI)
-            scores, u = student(qi, ki, w, bias, scale_idx, NI, M)
+            scores, u = student(qi, ki, w, bias, idx_scale, NI, M)
             if v_ptr is None:
                 g = tl.where(keep, tl.exp(scores - lse_idx[:, None]), 0.0) - g
             _, of_argument = slopes(g, u, w, NI, M)
@@ -242,7 +242,7 @@ def _indexer_keys_kernel(
         await_entry(plan_ptr, done_ptr + entry - batches, entry - batches)
         mask = (slot < count)[:, None] & (column < DI)[None, :]
         at = dki_ptr + (batch * T + key)[:, None] * DI + column[None, :]
-        tl.atomic_add(at, dki * scale_idx, mask=mask, sem="relaxed")
+        tl.atomic_add(at, dki * idx_scale, mask=mask, sem="relaxed")
         tl.debug_barrier()
         tl.atomic_add(done_ptr + entry, 1, sem="release")
         tile = tl.atomic_add(plan_ptr, 1, sem="relaxed")
@@ -362,29 +362,9 @@ def _gradients(
     return dqi, dki, dw, of_biases.sum((0, 2)), rows[-b * t :]
 
 
-_STUDENT = {
-    **dict.fromkeys(("qi_ptr", "ki_ptr"), "*bf16"), **dict.fromkeys(("w_ptr", "bias_ptr", "lse_ptr"), "*fp32"),
-    "lists_ptr": "*i32", "counts_ptr": "*i32", "T": "i32", "capacity": "i32",
-}  # fmt: skip
-_BOTH = {
-    **_STUDENT, **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "grad_ptr"), "*bf16"), "lse_idx_ptr": None, "H": "i32",
-    "scale": "fp32", "scale_idx": "fp32",
-}  # fmt: skip
 _SIZES = {"D": 128, "HEADS": 4, "DI": 64, "GROUP": 1}
 EXAMPLES = {
-    _indexer_lse_kernel: {
-        "signature": {**_STUDENT, "first": "i32", "scale": "fp32"},
-        "constexprs": {"HEADS": 4, "DI": 64},
-        "num_warps": 8,
-    },
-    _indexer_rows_kernel: {
-        "signature": {**_BOTH, **dict.fromkeys(("dqi_ptr", "rows_ptr"), "*fp32"), "first": "i32"},
-        "constexprs": _SIZES,
-        "num_warps": 16,
-    },
-    _indexer_keys_kernel: {
-        "signature": {**_BOTH, "dki_ptr": "*fp32", "plan_ptr": "*i32", "entries": "i32"},
-        "constexprs": _SIZES,
-        "num_warps": 8,
-    },
+    _indexer_lse_kernel: {"w_ptr": "*fp32", "HEADS": 4, "DI": 64, "num_warps": 8},
+    _indexer_rows_kernel: {"w_ptr": "*fp32", "lse_idx_ptr": None, "rows_ptr": "*fp32", **_SIZES, "num_warps": 16},
+    _indexer_keys_kernel: {"w_ptr": "*fp32", "lse_idx_ptr": None, **_SIZES, "num_warps": 8},
 }

@@ -205,26 +205,9 @@ def indexer_scores_backward(
     return dq, dk, dw, dbias.sum((0, 2))
 
 
-_INPUTS = {"q_ptr": "*bf16", "k_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "lengths_ptr": "*i32"}
-_SIZES = {"Tq": "i32", "Tk": "i32", "ahead": "i32", "scale": "fp32"}
 _TILE = {"HEADS": 4, "D": 64, "BLOCK_D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "FAST": False}
-
 EXAMPLES = {
-    _indexer_scores_fwd_kernel: {
-        "signature": {**_INPUTS, "out_ptr": "*bf16", **_SIZES},
-        "constexprs": _TILE,
-        "num_warps": 4,
-    },
-    _indexer_scores_bwd_q_kernel: {
-        "signature": {
-            **_INPUTS, "grad_ptr": "*bf16", "dq_ptr": "*bf16", "dw_ptr": "*bf16", "dbias_ptr": "*fp32", **_SIZES,
-        },
-        "constexprs": _TILE,
-        "num_warps": 4,
-    },
-    _indexer_scores_bwd_k_kernel: {
-        "signature": {**_INPUTS, "grad_ptr": "*bf16", "dk_ptr": "*bf16", **_SIZES},
-        "constexprs": _TILE,
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _indexer_scores_fwd_kernel: _TILE,
+    _indexer_scores_bwd_q_kernel: {"dbias_ptr": "*fp32", **_TILE},
+    _indexer_scores_bwd_k_kernel: _TILE,
+}

@@ -97,13 +97,4 @@ def key_lists(
     return lists, counts
 
 
-EXAMPLES = {
-    _key_lists_kernel: {
-        "signature": {
-            "words_ptr": "*i64", "lengths_ptr": "*i32", "lists_ptr": "*i32", "counts_ptr": "*i32", "N": "i32",
-            "Tq": "i32", "Tk": "i32", "first": "i32", "capacity": "i32",
-        },
-        "constexprs": {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": keys_of_tile(2)},
-        "num_warps": 8,
-    },
-}  # fmt: skip
+EXAMPLES = {_key_lists_kernel: {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": keys_of_tile(2), "num_warps": 8}}

@@ -159,20 +159,7 @@ def rotary_gates_bwd(
     return dy
 
 
-_ANGLES = dict.fromkeys(("cos_ptr", "sin_ptr"), "*fp32")
-_SIZES = dict.fromkeys(("stride_y", "tokens", "angles", "H", "G"), "i32")
 EXAMPLES = {
-    _rotary_gates_fwd_kernel: {
-        "signature": {**_ANGLES, **dict.fromkeys(("y_ptr", "q_ptr", "k_ptr", "v_ptr", "gate_ptr"), "*bf16"), **_SIZES},
-        "constexprs": {"D": 128, "VALUE_GATE": True, "BLOCK_T": 32},
-        "num_warps": 4,
-    },
-    _rotary_gates_bwd_kernel: {
-        "signature": {
-            **_ANGLES, **_SIZES,
-            **dict.fromkeys(("y_ptr", "dq_ptr", "dk_ptr", "dv_ptr", "dgate_ptr", "dy_ptr"), "*bf16"),
-        },
-        "constexprs": {"D": 128, "VALUE_GATE": True, "OUTPUT_GATE": True, "BLOCK_T": 32},
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _rotary_gates_fwd_kernel: {"D": 128, "VALUE_GATE": True, "BLOCK_T": 32},
+    _rotary_gates_bwd_kernel: {"D": 128, "VALUE_GATE": True, "OUTPUT_GATE": True, "BLOCK_T": 32},
+}

@@ -446,31 +446,13 @@ def select_topk(
     return call.words
 
 
-_SIZES = dict.fromkeys(("first", "Tq", "padded", "Tk", "stride", "ahead"), "i32")
-
 EXAMPLES = {
     _index_keys_kernel: {
-        "signature": {
-            "q_ptr": "*bf16", "k_ptr": "*bf16", "w_ptr": "*bf16", "bias_ptr": "*fp32", "lengths_ptr": None,
-            "keys_ptr": "*i16",
-            **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb"), "i32"),
-            **_SIZES, "scale": "fp32",
-        },
-        "constexprs": {
-            "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UNIT": 1, "PRECISION": "ieee", "FAST": False,
-        },
-        "num_warps": 4,
-        "num_stages": 3,
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UNIT": 1,
+        "PRECISION": "ieee", "FAST": False, "num_stages": 3,
     },
     _take_kernel: {
-        "signature": {
-            "words_ptr": "*i64", "keys_ptr": "*i16",
-            **dict.fromkeys(("lengths_ptr", "threshold_ptr", "last_ptr", "flags_ptr"), "*i32"),
-            **_SIZES, "window": "i32", "sinks": "i32",
-        },
-        "constexprs": {
-            "ROWS": 64, "BLOCK": 256, "UNIT": 1, "FORCED": True, "PACKED": False, "EVERY": False, "TOGETHER": 4,
-        },
-        "num_warps": 1,
+        "keys_ptr": "*i16", "threshold_ptr": "*i32", "ROWS": 64, "BLOCK": 256, "UNIT": 1, "FORCED": True,
+        "PACKED": False, "EVERY": False, "TOGETHER": 4, "num_warps": 1,
     },
 }  # fmt: skip

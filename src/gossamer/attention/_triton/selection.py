@@ -75,14 +75,6 @@ def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
 
 
 EXAMPLES = {
-    _words_of_mask_kernel: {
-        "signature": {"mask_ptr": "*i8", "words_ptr": "*i64", "Tq": "i32", "Tk": "i32"},
-        "constexprs": {"BLOCK": 128},
-        "num_warps": 4,
-    },
-    _mask_of_words_kernel: {
-        "signature": {"words_ptr": "*i64", "mask_ptr": "*i8", "Tq": "i32", "Tk": "i32"},
-        "constexprs": {"BLOCK": 128},
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _words_of_mask_kernel: {"mask_ptr": "*i8", "BLOCK": 128},
+    _mask_of_words_kernel: {"mask_ptr": "*i8", "BLOCK": 128},
+}

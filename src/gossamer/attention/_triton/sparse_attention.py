@@ -271,19 +271,9 @@ def sparse_attention(
     return out.transpose(1, 2), lse
 
 
-STRIDES = dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "stride_kb", "stride_kh", "stride_kt"), "i32")
 EXAMPLES = {
     _sparse_attention_fwd_kernel: {
-        "signature": {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "out_ptr"), "*bf16"), "lse_ptr": "*fp32",
-            "from_ptr": "*i32", "counts_ptr": "*i32", **STRIDES, "first": "i32", "Tq": "i32", "capacity": "i32",
-            "sharing": "i32", "scale": "fp32",
-        },
-        "constexprs": {
-            "SCOPES": 1, "D": 128, "BLOCK_N": 64, "PARTS": 2, "WALK": LISTS, "PRECISION": "ieee",
-        },
-        "num_warps": 8,
-        "num_stages": 2,
+        "SCOPES": 1, "D": 128, "BLOCK_N": 64, "PARTS": 2, "WALK": LISTS, "PRECISION": "ieee", "num_warps": 8,
         "maxnreg": 128,
     },
 }  # fmt: skip

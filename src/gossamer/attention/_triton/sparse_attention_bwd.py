@@ -54,7 +54,7 @@ def key_tile(d: int, element_size: int) -> Tile:
 
 @launch.kernel
 def _row_statistics_kernel(
-    grad_ptr, q_ptr, out_ptr, lse_ptr, grad_lse_ptr, rows_ptr, grad_out_ptr, q_out_ptr,
+    grad_ptr, q_ptr, out_ptr, lse_ptr, grad_lse_ptr, stats_ptr, grad_out_ptr, q_out_ptr,
     stride_gb, stride_gh, stride_gt, stride_qb, stride_qh, stride_qt, Tq, D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_M queries, head, batch): (lse in base 2, grad * out summed - gradient of lse) of each query, and
@@ -80,13 +80,13 @@ def _row_statistics_kernel(
     at = row[:, None] * D + column[None, :]
     tl.store(grad_out_ptr + at, grad, mask=inside)
     tl.store(q_out_ptr + at, q, mask=inside)
-    tl.store(rows_ptr + 2 * row, lse * 1.4426950408889634, mask=query < Tq)
-    tl.store(rows_ptr + 2 * row + 1, delta, mask=query < Tq)
+    tl.store(stats_ptr + 2 * row, lse * 1.4426950408889634, mask=query < Tq)
+    tl.store(stats_ptr + 2 * row + 1, delta, mask=query < Tq)
 
 
 @launch.kernel(do_not_specialize=["first", "Tq", "sharing"])
 def _sparse_attention_bwd_q_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, rows_ptr, from_ptr, counts_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, stats_ptr, from_ptr, counts_ptr,
     stride_kb, stride_kh, stride_kt, first, Tq, capacity, sharing, scale,
     SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
     WALK: tl.constexpr, PRECISION: tl.constexpr,
@@ -112,8 +112,8 @@ def _sparse_attention_bwd_q_kernel(
     if not IN_CHUNKS:
         q = tl.load(q_ptr + here, mask=inside, other=0.0)
         grad = tl.load(grad_ptr + here, mask=inside, other=0.0)
-    lse = tl.load(rows_ptr + 2 * token, mask=query < Tq, other=0.0)
-    delta = tl.load(rows_ptr + 2 * token + 1, mask=query < Tq, other=0.0)
+    lse = tl.load(stats_ptr + 2 * token, mask=query < Tq, other=0.0)
+    delta = tl.load(stats_ptr + 2 * token + 1, mask=query < Tq, other=0.0)
     k_ptr += batch * stride_kb + (head // sharing) * stride_kh
     v_ptr += batch * stride_kb + (head // sharing) * stride_kh
     from_ptr, count, offset = begin_walk(
@@ -144,7 +144,7 @@ def _sparse_attention_bwd_q_kernel(
 
 @triton.jit
 def add_queries(
-    dk, dv, k, v, q_ptr, grad_ptr, rows_ptr, row, column, inside, word, log2_scale,
+    dk, dv, k, v, q_ptr, grad_ptr, stats_ptr, row, column, inside, word, log2_scale,
     D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of a tile of keys, with what 32 queries add: rows `row` of all tokens and heads, bits of word."""
@@ -153,8 +153,8 @@ def add_queries(
     wide = inside[:, None] & (column < D)[None, :]
     q = tl.load(q_ptr + token, mask=wide, other=0.0)
     grad = tl.load(grad_ptr + token, mask=wide, other=0.0)
-    lse = tl.load(rows_ptr + 2 * row, mask=inside, other=0.0)
-    delta = tl.load(rows_ptr + 2 * row + 1, mask=inside, other=0.0)
+    lse = tl.load(stats_ptr + 2 * row, mask=inside, other=0.0)
+    delta = tl.load(stats_ptr + 2 * row + 1, mask=inside, other=0.0)
     s = tl.dot(k, q.T, input_precision=PRECISION)
     p = tl.where(keep, tl.exp2(s * log2_scale - lse[None, :]), 0.0)
     dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
@@ -166,7 +166,7 @@ def add_queries(
 
 @launch.kernel(do_not_specialize=["Tq", "H", "sharing", "parts"])
 def _sparse_attention_bwd_kv_tiles_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, words_ptr, lengths_ptr, Tq, Tk, H, sharing, parts, scale,
+    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, stats_ptr, words_ptr, lengths_ptr, Tq, Tk, H, sharing, parts, scale,
     SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -207,7 +207,7 @@ def _sparse_attention_bwd_kv_tiles_kernel(
         some |= word
         query = half * 32 + tl.arange(0, 32)
         dk, dv = add_queries(
-            dk, dv, k, v, q_ptr, grad_ptr, rows_ptr, (batch * H + head) * Tq + query, column, query < Tq, word,
+            dk, dv, k, v, q_ptr, grad_ptr, stats_ptr, (batch * H + head) * Tq + query, column, query < Tq, word,
             scale * 1.4426950408889634, D, PRECISION,
         )  # fmt: skip
     # A key that nobody takes may be NaN, and has no gradient.
@@ -228,7 +228,7 @@ def await_entry(plan_ptr, flag_ptr, entry):
 
 @launch.kernel(do_not_specialize=["Tq", "Tk", "H", "sharing", "entries", "scopes"])
 def _sparse_attention_bwd_kv_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, rows_ptr, lists_ptr, counts_ptr, plan_ptr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, stats_ptr, lists_ptr, counts_ptr, plan_ptr,
     Tq, Tk, capacity, H, sharing, entries, scopes, scale,
     SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -280,7 +280,7 @@ def _sparse_attention_bwd_kv_kernel(
             query = (2 * group * PARTS + half) * 32 + tl.arange(0, 32)
             word = tl.load(list_ptr + (1 + half) * capacity + slot, mask=held, other=0)
             dk, dv = add_queries(
-                dk, dv, k, v, q_ptr, grad_ptr, rows_ptr, (batch * H + here) * Tq + query, column, query < Tq, word,
+                dk, dv, k, v, q_ptr, grad_ptr, stats_ptr, (batch * H + here) * Tq + query, column, query < Tq, word,
                 scale * 1.4426950408889634, D, PRECISION,
             )  # fmt: skip
         # The entry before this one that adds to the same head of k.
@@ -422,47 +422,14 @@ def key_gradients_of_tiles(
     return (dk.sum(2), dv.sum(2)) if parts > 1 else (dk, dv)
 
 
-_QUERIES_KEYS = {
-    **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "grad_ptr"), "*bf16"), "rows_ptr": "*fp32", "Tq": "i32",
-    "sharing": "i32", "scale": "fp32",
-}  # fmt: skip
-_LISTED = {"counts_ptr": "*i32", "capacity": "i32"}
 _SIZES = {"SCOPES": 1, "D": 128, "PRECISION": "ieee"}
 EXAMPLES = {
-    _row_statistics_kernel: {
-        "signature": {
-            **dict.fromkeys(("grad_ptr", "q_ptr", "out_ptr", "grad_out_ptr", "q_out_ptr"), "*bf16"),
-            **dict.fromkeys(("lse_ptr", "grad_lse_ptr", "rows_ptr"), "*fp32"),
-            **dict.fromkeys(("stride_gb", "stride_gh", "stride_gt"), "i32"),
-            **dict.fromkeys(("stride_qb", "stride_qh", "stride_qt", "Tq"), "i32"),
-        },
-        "constexprs": {"D": 128, "BLOCK_M": 32},
-        "num_warps": 4,
-    },
-    _sparse_attention_bwd_q_kernel: {
-        "signature": {
-            **_QUERIES_KEYS, "dq_ptr": "*bf16", "from_ptr": "*i32", **_LISTED,
-            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "first"), "i32"),
-        },
-        "constexprs": {**_SIZES, "BLOCK_N": 64, "PARTS": 1, "WALK": LISTS},
-        "num_warps": 4,
-    },
+    _row_statistics_kernel: {"D": 128, "BLOCK_M": 32},
+    _sparse_attention_bwd_q_kernel: {**_SIZES, "BLOCK_N": 64, "PARTS": 1, "WALK": LISTS},
     _sparse_attention_bwd_kv_kernel: {
-        "signature": {
-            **_QUERIES_KEYS, "dk_ptr": "*fp32", "dv_ptr": "*fp32", "lists_ptr": "*i32", **_LISTED, "plan_ptr": "*i32",
-            **dict.fromkeys(("Tk", "H", "entries", "scopes"), "i32"),
-        },
-        "constexprs": {**_SIZES, "BLOCK_K": 128, "PARTS": 8},
-        "num_warps": 8,
-        "num_stages": 3,
+        "dk_ptr": "*fp32", "dv_ptr": "*fp32", **_SIZES, "BLOCK_K": 128, "PARTS": 8, "num_warps": 8, "num_stages": 3,
     },
     _sparse_attention_bwd_kv_tiles_kernel: {
-        "signature": {
-            **_QUERIES_KEYS, **dict.fromkeys(("dk_ptr", "dv_ptr"), "*bf16"), "words_ptr": "*i32",
-            "lengths_ptr": "*i32", "Tk": "i32", "H": "i32", "parts": "i32",
-        },
-        "constexprs": {**_SIZES, "BLOCK_K": 128, "CAUSAL": True},
-        "num_warps": 8,
-        "num_stages": 3,
+        "words_ptr": "*i32", **_SIZES, "BLOCK_K": 128, "CAUSAL": True, "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip

@@ -190,22 +190,8 @@ def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 EXAMPLES = {
     _sparse_decode_parts_kernel: {
-        "signature": {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), "*bf16"), "parts_ptr": "*fp32", "words_ptr": "*i32",
-            **dict.fromkeys(("lists_ptr", "lengths_ptr", "table_ptr"), "*i32"),
-            **dict.fromkeys(("stride_kb", "stride_kh", "stride_kt", "H", "Tk", "pages", "pool"), "i32"),
-            "scale": "fp32",
-        },
-        "constexprs": {
-            "ROOM": 1024, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "CAUSAL": True,
-        },
-        "num_warps": 4,
+        "words_ptr": "*i32", "ROOM": 1024, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64,
+        "CAUSAL": True,
     },
-    _sparse_decode_kernel: {
-        "signature": {
-            "parts_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32", "H": "i32", "Tq": "i32", "parts": "i32",
-        },
-        "constexprs": {"D": 128, "BLOCK": 64},
-        "num_warps": 4,
-    },
+    _sparse_decode_kernel: {"D": 128, "BLOCK": 64},
 }  # fmt: skip

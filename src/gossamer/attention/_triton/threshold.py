@@ -286,19 +286,13 @@ def find_thresholds(
     _long_threshold_kernel((rows, 1, 1), (*given, flags, *sizes, *rule), {"BLOCK": BLOCK, **meta}, num_warps=8)
 
 
-_ROWS = {"keys_ptr": "*i16", "lengths_ptr": "*i32", "k_ptr": "*i32", "threshold_ptr": "*i32", "last_ptr": "*i32"}
-_SIZES = dict.fromkeys(
-    ("first", "Tq", "padded", "Tk", "stride", "ahead", "k", "window", "sinks"), "i32"
-)  # fmt: skip
 EXAMPLES = {
     _row_threshold_kernel: {
-        "signature": {**_ROWS, **_SIZES},
-        "constexprs": {"WORDS": 16384, "UNIT": 1, "FORCED": True, "PACKED": False},
-        "num_warps": 16,
+        "keys_ptr": "*i16", "k_ptr": "*i32", "threshold_ptr": "*i32", "WORDS": 16384, "UNIT": 1, "FORCED": True,
+        "PACKED": False, "num_warps": 16,
     },
     _long_threshold_kernel: {
-        "signature": {**_ROWS, "flags_ptr": "*i32", **_SIZES},
-        "constexprs": {"BLOCK": BLOCK, "UNIT": 1, "FORCED": True, "PACKED": False},
-        "num_warps": 8,
+        "keys_ptr": "*i16", "k_ptr": "*i32", "threshold_ptr": "*i32", "BLOCK": BLOCK, "UNIT": 1, "FORCED": True,
+        "PACKED": False, "num_warps": 8,
     },
 }  # fmt: skip

@@ -445,23 +445,14 @@ def launch_attention_fwd(
     return out, lse, again
 
 
-def example(descriptors: dict[str, int], others: dict[str, str], d: int, tile: Tile) -> dict[str, Any]:
-    """Of a kernel with descriptors of so many rows of heads of d, pointers to int32 and sizes."""
-    kinds = {name: f"tensordesc<bf16[1, 1, {rows}, {d}],{LAYOUT!r}>" for name, rows in descriptors.items()}
+def example(tile: Tile, **rows: int) -> dict[str, Any]:
+    """Of a kernel with descriptors of so many rows of heads of 64."""
     stages, key_stages = tile.rings
     config = Config(2, 128 // tile.block_n, stages, True, True, True, key_stages)
-    given = {"constexprs": {"CONFIG": config}, "num_warps": tile.warps}
-    return {"signature": kinds | others, **given, **({} if tile.registers is None else {"maxnreg": tile.registers})}
+    descriptors = {name: [1, 1, count, 64] for name, count in rows.items()}
+    return descriptors | {"CONFIG": config, "num_warps": tile.warps, "maxnreg": tile.registers}
 
 
-LISTS = dict.fromkeys(("offsets_ptr", "columns_ptr", "elements_ptr", "lengths_ptr"), "*i32")
-SIZES = dict.fromkeys(("B", "H", "GROUP", "rows", "Tq", "Tk", "capacity"), "i32") | {"scale": "fp32"}
 _TILE = tile_of(64, (128, 128))
-EXAMPLES = {
-    _attention_fwd_kernel: example(
-        {"q_desc": _TILE.block_m, "k_desc": _TILE.block_n, "v_desc": _TILE.block_n, "out_desc": _TILE.block_m},
-        {"lse_ptr": "*fp32", **LISTS, **SIZES},
-        64,
-        _TILE,
-    )
-}
+_ROWS = {"q_desc": _TILE.block_m, "k_desc": _TILE.block_n, "v_desc": _TILE.block_n, "out_desc": _TILE.block_m}
+EXAMPLES = {_attention_fwd_kernel: example(_TILE, **_ROWS)}

@@ -30,8 +30,6 @@ from gossamer._core import launch
 from gossamer.blocksparse._gluon._descriptors import Form, describe
 from gossamer.blocksparse._gluon.attention import (
     INV_LN2,
-    LISTS,
-    SIZES,
     Tile,
     config_of,
     cut_at,
@@ -400,25 +398,9 @@ def launch_attention_bwd(
 
 
 STATS = gl.NVMMASharedLayout(0, 32, 2)
-SORTED = {"sorted_ptr": "*i32", "unsorted": "i32"}
-_INPUTS = dict.fromkeys(("q_desc", "grad_desc", "k_desc", "v_desc"), SIDE)
+_ROWS = dict.fromkeys(("q_desc", "grad_desc", "k_desc", "v_desc"), SIDE)
 EXAMPLES = {
-    _attention_dq_kernel: example(
-        {**_INPUTS, "dq_desc": SIDE},
-        {"stats_ptr": "*fp32", **LISTS, **SORTED, **SIZES, "padded": "i32"},
-        64,
-        tiles_of().dq,
-    ),
-    _attention_dkdv_kernel: example(
-        {**_INPUTS, "dk_desc": SIDE, "dv_desc": SIDE},
-        {
-            "stats_desc": f"tensordesc<fp32[2, {SIDE}],{STATS!r}>",
-            **dict.fromkeys(("offsets_ptr", "order_ptr", "rows_ptr", "elements_ptr", "lengths_ptr"), "*i32"),
-            **SORTED,
-            **SIZES,
-            "columns": "i32",
-        },
-        64,
-        tiles_of().dkdv,
-    ),
+    _attention_dq_kernel: example(tiles_of().dq, **_ROWS, dq_desc=SIDE),
+    _attention_dkdv_kernel: example(tiles_of().dkdv, **_ROWS, dk_desc=SIDE, dv_desc=SIDE)
+    | {"stats_desc": f"tensordesc<fp32[2, {SIDE}],{STATS!r}>"},
 }

@@ -92,12 +92,5 @@ def launch_order(problem: Problem, offsets: Tensor, lines: int, split: int, grou
 
 
 EXAMPLES = {
-    _attention_order_kernel: {
-        "signature": {
-            "offsets_ptr": "*i32", "order_ptr": "*i32",
-            **dict.fromkeys(("heads", "GROUP", "lines", "first", "count"), "i32"),
-        },
-        "constexprs": {"LAYOUT_BATCH": True, "LAYOUT_HEAD": True, "LINES": LINES, "MOST": MOST},
-        "num_warps": 8,
-    },
-}  # fmt: skip
+    _attention_order_kernel: {"LAYOUT_BATCH": True, "LAYOUT_HEAD": True, "LINES": LINES, "MOST": MOST, "num_warps": 8},
+}

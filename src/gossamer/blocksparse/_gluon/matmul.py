@@ -375,8 +375,8 @@ def consume(
 @launch.Kernel
 @gluon.jit(do_not_specialize=["Z", "M", "N", "K"])
 def _blocksparse_matmul_kernel(
-    a_desc, b_desc, out_desc, zeros_desc, a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, b_offsets_ptr,
-    b_positions_ptr, out_offsets_ptr, out_order_ptr, out_index_ptr, out_positions_ptr, tiles_ptr, Z, M, N, K,
+    a_desc, b_desc, out_desc, zeros_desc, a_offsets_ptr, a_order_ptr, a_indices_ptr, a_positions_ptr, b_offsets_ptr,
+    b_positions_ptr, out_offsets_ptr, out_order_ptr, out_indices_ptr, out_positions_ptr, tiles_ptr, Z, M, N, K,
     BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE: gl.constexpr, LIST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """BLOCK is the sizes of blocks along M, K and N, and of a box along K; TRANS whether the layouts of A and B and
@@ -400,9 +400,9 @@ def _blocksparse_matmul_kernel(
     poison += overflow(b_offsets_ptr, Z * (blocks_n if TRANS[1] else blocks_k), b_capacity)
     poison += overflow(out_offsets_ptr, Z * blocks_m, out_capacity)
     sizes = (Z, M, N, K)
-    lists = (a_offsets_ptr, a_order_ptr, a_index_ptr, a_positions_ptr, a_capacity)
+    lists = (a_offsets_ptr, a_order_ptr, a_indices_ptr, a_positions_ptr, a_capacity)
     ring = (a_bufs, b_bufs, ready, empty)
-    outputs = (out_offsets_ptr, out_order_ptr, out_index_ptr, out_positions_ptr, tiles_ptr, out_capacity)
+    outputs = (out_offsets_ptr, out_order_ptr, out_indices_ptr, out_positions_ptr, tiles_ptr, out_capacity)
     if tiles_ptr is not None:
         tiles = gl.load(tiles_ptr)
     else:
@@ -489,19 +489,10 @@ def _descriptor(tensor: Tensor, width: int) -> TensorDescriptor:
     )  # fmt: skip
 
 
-_DESC = f"tensordesc<bf16[64, 64],{gl.NVMMASharedLayout(128, 16, 2)!r}>"
-_GIVEN = ("a_offsets_ptr", "a_index_ptr", "a_positions_ptr", "b_offsets_ptr", "b_positions_ptr", "out_offsets_ptr")
 EXAMPLES = {
     _blocksparse_matmul_kernel: {
-        "signature": {
-            "a_desc": _DESC, "b_desc": _DESC, "out_desc": _DESC, "zeros_desc": _DESC, **dict.fromkeys(_GIVEN, "*i32"),
-            "out_index_ptr": "*i32", "out_positions_ptr": "*i32", "tiles_ptr": "*i32",
-            "a_order_ptr": None, "out_order_ptr": None, **dict.fromkeys("ZMNK", "i32"),
-        },
-        "constexprs": {
-            "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE": (64, 64), "LIST": True, "STAGES": 4,
-        },
-        "num_warps": 4,
-        "maxnreg": 168,
+        "a_desc": [64, 64], "b_desc": [64, 64], "out_desc": [64, 64], "zeros_desc": [64, 64], "a_order_ptr": None,
+        "out_order_ptr": None, "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE": (64, 64), "LIST": True,
+        "STAGES": 4, "maxnreg": 168,
     },
 }  # fmt: skip

@@ -308,8 +308,7 @@ def scatter_rows(
 
 EXAMPLES = {
     _scatter_rows_kernel: {
-        "given_ptr": None, "index_ptr": "*i64",
-        **dict.fromkeys(("out_others_ptr", "others_ptr"), "*i32"), "neutral": "fp32",
-        "BLOCK": (64, 64), "SIZE": (8192, TAGS), "OP": OPERATIONS["sum"], "RESET": False, "num_warps": 1,
+        "given_ptr": None, "BLOCK": (64, 64), "SIZE": (8192, TAGS), "OP": OPERATIONS["sum"], "RESET": False,
+        "num_warps": 1,
     },
 }  # fmt: skip

@@ -492,28 +492,10 @@ def attention(
         return launch_attention_fwd(problem, given, row_offsets, col_indices, splits)
 
 
-SIZES = ("B", "H", "GROUP", "Tq", "Tk", "D")
 EXAMPLE = Config(64, 64, 64, 64, 128, 4, 2, True, True, True, "dense", True, True, True, 1, 129)
 """What the kernels are compiled for in the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {
-    _attention_fwd_kernel: {
-        "signature": {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "relative_ptr"), "*bf16"), "places_ptr": "*i32",
-            "out_ptr": "*bf16", "lse_ptr": "*fp32",
-            **dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr", "elements_ptr"), "*i32"),
-            **dict.fromkeys((*SIZES, "capacity"), "i32"), "scale": "fp32",
-        },
-        "constexprs": {"CONFIG": EXAMPLE},
-        "num_warps": 4,
-        "num_stages": 2,
-    },
-    _attention_join_kernel: {
-        "signature": {
-            "partial_ptr": "*fp32", "partial_lse_ptr": "*fp32", "out_ptr": "*bf16", "lse_ptr": "*fp32",
-            **dict.fromkeys(("H", "Tq", "D"), "i32"),
-        },
-        "constexprs": {"SPLITS": 8, "BLOCK_D": 128},
-        "num_warps": 1,
-    },
-}  # fmt: skip
+    _attention_fwd_kernel: {"bias_ptr": "*bf16", "CONFIG": EXAMPLE},
+    _attention_join_kernel: {"SPLITS": 8, "BLOCK_D": 128, "num_warps": 1},
+}

@@ -19,7 +19,6 @@ from gossamer._core import launch, ranges
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
     INV_LN2,
-    SIZES,
     Operands,
     Tile,
     dot,
@@ -399,27 +398,10 @@ def _again(
     return found
 
 
-def _example(*names: str, **tile: Any) -> dict[str, Any]:
-    """Of a kernel that takes `names` between its inputs and its sizes: what it writes, and the lists that it reads."""
-    inputs = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "relative_ptr"), "*bf16")
-    inputs |= {"places_ptr": "*i32", "grad_ptr": "*bf16", "stats_ptr": "*fp32"}
-    others = {name: "*bf16" if name.startswith("d") else "*i32" for name in (*names, "lengths_ptr", "elements_ptr")}
-    sizes = dict.fromkeys((*SIZES, "capacity"), "i32") | {"scale": "fp32"}
-    config = replace(EXAMPLE, block_n=32, **tile)
-    return {"signature": inputs | others | sizes, "constexprs": {"CONFIG": config}, "num_warps": 4, "num_stages": 1}
-
-
+_CONFIG = replace(EXAMPLE, block_n=32)
 EXAMPLES = {
-    _attention_stats_kernel: {
-        "signature": {
-            **dict.fromkeys(("out_ptr", "grad_ptr"), "*bf16"),
-            **dict.fromkeys(("lse_ptr", "grad_lse_ptr", "stats_ptr"), "*fp32"),
-            **dict.fromkeys(("stride_gb", "stride_gh", "stride_gt", "H", "T", "D", "tiles"), "i32"),
-        },
-        "constexprs": {"ROWS": ROWS, "BLOCK_D": 128},
-        "num_warps": 4,
-    },
-    _attention_dq_kernel: _example("dq_ptr", "offsets_ptr", "columns_ptr"),
-    _attention_dkdv_kernel: _example("dk_ptr", "dv_ptr", "offsets_ptr", "order_ptr", "rows_ptr", block_m=32),
-    _attention_dbias_kernel: _example("dbias_ptr", "offsets_ptr", "blocks_ptr", "columns_ptr"),
+    _attention_stats_kernel: {"ROWS": ROWS, "BLOCK_D": 128},
+    _attention_dq_kernel: {"bias_ptr": "*bf16", "CONFIG": _CONFIG, "num_stages": 1},
+    _attention_dkdv_kernel: {"bias_ptr": "*bf16", "CONFIG": replace(_CONFIG, block_m=32), "num_stages": 1},
+    _attention_dbias_kernel: {"bias_ptr": "*bf16", "CONFIG": _CONFIG, "num_stages": 1},
 }

@@ -17,7 +17,6 @@ from gossamer._core import launch
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
     INV_LN2,
-    SIZES,
     Operands,
     dot,
     last_of,
@@ -115,14 +114,6 @@ def launch_attention_drelative(
 
 EXAMPLES = {
     _attention_drelative_kernel: {
-        "signature": {
-            **dict.fromkeys(("q_ptr", "k_ptr", "v_ptr", "bias_ptr", "relative_ptr"), "*bf16"), "places_ptr": "*i32",
-            "grad_ptr": "*bf16", "stats_ptr": "*fp32", "drelative_ptr": "*bf16",
-            **dict.fromkeys(("offsets_ptr", "columns_ptr", "lengths_ptr", "elements_ptr"), "*i32"),
-            **dict.fromkeys((*SIZES, "capacity"), "i32"), "scale": "fp32",
-        },
-        "constexprs": {"CONFIG": replace(EXAMPLE, block_n=32), "BLOCK_R": CHUNK},
-        "num_warps": 4,
-        "num_stages": 1,
+        "bias_ptr": "*bf16", "CONFIG": replace(EXAMPLE, block_n=32), "BLOCK_R": CHUNK, "num_stages": 1,
     },
 }  # fmt: skip

@@ -150,23 +150,7 @@ def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tens
     return mask.view(torch.bool)
 
 
-_POINTERS = ("nnz_ptr", "positions_ptr", "index_nnz_ptr", "rows_ptr", "cols_ptr")
-_SIZES = ("D", "INNER", "D_INDEX", "R_INDEX", "R", "C", "M_INDEX", "N_INDEX", "BOUND", "capacity", "index_capacity")
 EXAMPLES = {
-    _gather_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "index_ptr": "*i64", "out_ptr": "*bf16",
-            **dict.fromkeys(_POINTERS, "*i32"), **dict.fromkeys(_SIZES, "i32"),
-        },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "TILE": (16, 2), "AXIS": 2, "STRICT": True},
-        "num_warps": 4,
-    },
-    _gather_reach_kernel: {
-        "signature": {
-            "index_ptr": "*i64", "mask_ptr": "*u8", **dict.fromkeys(_POINTERS[2:], "*i32"),
-            **dict.fromkeys(_SIZES[:-2], "i32"),
-        },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "TILE": 32, "AXIS": 2},
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _gather_kernel: {"HEIGHT": 64, "WIDTH": 64, "TILE": (16, 2), "AXIS": 2, "STRICT": True},
+    _gather_reach_kernel: {"HEIGHT": 64, "WIDTH": 64, "TILE": 32, "AXIS": 2},
+}

@@ -95,8 +95,8 @@ def _layout_fill_kernel(
 
 @launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
 def _layout_transpose_kernel(
-    nnz_ptr, columns_ptr, rows_ptr, order_ptr, positions_ptr, columns_out_ptr, rows_out_ptr, order_out_ptr,
-    positions_out_ptr, total, R, C, capacity, BLOCK: tl.constexpr,
+    nnz_ptr, columns_ptr, rows_ptr, order_ptr, positions_ptr, out_columns_ptr, out_rows_ptr, out_order_ptr,
+    out_positions_ptr, total, R, C, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK entries), and then (BLOCK of the transposed grid's total places)."""
     nnz = tl.load(nnz_ptr)
@@ -110,16 +110,16 @@ def _layout_transpose_kernel(
         column = tl.load(columns_ptr + source, mask=held, other=0)
         turned = line // R * C + column
         inside = at < capacity
-        tl.store(columns_out_ptr + at, tl.where(held, line % R, -1), mask=inside)
-        tl.store(rows_out_ptr + at, tl.where(held, turned, -1), mask=inside)
-        tl.store(order_out_ptr + tl.where(held & (not lost), source, at), tl.where(held, at, -1), mask=inside)
-        tl.store(positions_out_ptr + (turned * R + line % R), at, mask=held & (not lost))
+        tl.store(out_columns_ptr + at, tl.where(held, line % R, -1), mask=inside)
+        tl.store(out_rows_ptr + at, tl.where(held, turned, -1), mask=inside)
+        tl.store(out_order_ptr + tl.where(held & (not lost), source, at), tl.where(held, at, -1), mask=inside)
+        tl.store(out_positions_ptr + (turned * R + line % R), at, mask=held & (not lost))
     else:
         to = (tl.program_id(0) - entries) * BLOCK + tl.arange(0, BLOCK)
         held = to < total
         place = to // (R * C) * (R * C) + to % R * C + to // R % C
         absent = tl.load(positions_ptr + place, mask=held, other=0) < 0
-        tl.store(positions_out_ptr + to, tl.where(absent, -1, capacity), mask=held & (absent | lost))
+        tl.store(out_positions_ptr + to, tl.where(absent, -1, capacity), mask=held & (absent | lost))
 
 
 def layout(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -168,29 +168,8 @@ def layout_transpose(
     return col_indices, row_indices, order, turned
 
 
-_INTS = dict.fromkeys(("ZR", "R", "C"), "i32")
 EXAMPLES = {
-    _layout_count_kernel: {
-        "signature": {"mask_ptr": "*u8", "positions_ptr": "*i32", "counts_ptr": "*i32", **_INTS, "row_programs": "i32"},
-        "constexprs": TILE,
-        "num_warps": 4,
-    },
-    _layout_fill_kernel: {
-        "signature": {
-            **dict.fromkeys(("positions_ptr", "offsets_ptr", "col_indices_ptr", "row_indices_ptr"), "*i32"),
-            "col_offsets_ptr": "*i32", "order_ptr": "*i32", **_INTS, "capacity": "i32",
-        },
-        "constexprs": {"DOWN": 128, "ACROSS": 32},
-        "num_warps": 8,
-    },
-    _layout_transpose_kernel: {
-        "signature": {
-            "nnz_ptr": "*i32",
-            **dict.fromkeys(("columns_ptr", "rows_ptr", "order_ptr", "positions_ptr"), "*i32"),
-            **dict.fromkeys(("columns_out_ptr", "rows_out_ptr", "order_out_ptr", "positions_out_ptr"), "*i32"),
-            **dict.fromkeys(("total", "R", "C", "capacity"), "i32"),
-        },
-        "constexprs": {"BLOCK": ENTRIES},
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _layout_count_kernel: TILE,
+    _layout_fill_kernel: {"DOWN": 128, "ACROSS": 32, "num_warps": 8},
+    _layout_transpose_kernel: {"BLOCK": ENTRIES},
+}

@@ -53,7 +53,7 @@ def in_list(order_ptr, index_ptr, entry, has, count):
 def meetings(lists, b_positions_ptr, pairs_ptr, z, inner, cols, COLUMNS: tl.constexpr, TRANS: tl.constexpr):
     """Writes (block, its column, blocks of B or -1) of the entries of A that meet a block of B in any of the columns;
     how many."""
-    order_ptr, index_ptr, begin, count, out_order_ptr, out_index_ptr, first, end = lists
+    order_ptr, index_ptr, begin, count, out_order_ptr, out_indices_ptr, first, end = lists
     SIZE: tl.constexpr = 2 + COLUMNS
     # Other warps may still read the list of the tile before.
     tl.debug_barrier()
@@ -65,7 +65,7 @@ def meetings(lists, b_positions_ptr, pairs_ptr, z, inner, cols, COLUMNS: tl.cons
         meets = tl.zeros([128], tl.int32)
         for c in tl.static_range(COLUMNS):
             found = block_of(
-                b_positions_ptr, out_order_ptr, out_index_ptr, z, k, first + c, end, inner, cols, has, TRANS
+                b_positions_ptr, out_order_ptr, out_indices_ptr, z, k, first + c, end, inner, cols, has, TRANS
             )
             meets |= (found >= 0).to(tl.int32)
         rank = kept + tl.cumsum(meets, 0) - meets
@@ -73,7 +73,7 @@ def meetings(lists, b_positions_ptr, pairs_ptr, z, inner, cols, COLUMNS: tl.cons
         tl.store(pairs_ptr + SIZE * rank + 1, k, mask=meets != 0)
         for c in tl.static_range(COLUMNS):
             found = block_of(
-                b_positions_ptr, out_order_ptr, out_index_ptr, z, k, first + c, end, inner, cols, has, TRANS
+                b_positions_ptr, out_order_ptr, out_indices_ptr, z, k, first + c, end, inner, cols, has, TRANS
             )
             tl.store(pairs_ptr + SIZE * rank + 2 + c, found, mask=meets != 0)
         kept += tl.sum(meets, 0)
@@ -162,8 +162,8 @@ def entries_of(offsets_ptr, row, inner):
 
 @launch.kernel(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
 def _blocksparse_matmul_kernel(
-    a_ptr, b_ptr, out_ptr, a_offsets_ptr, a_order_ptr, a_index_ptr, b_offsets_ptr, b_positions_ptr, out_offsets_ptr,
-    out_order_ptr, out_index_ptr, pairs_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
+    a_ptr, b_ptr, out_ptr, a_offsets_ptr, a_order_ptr, a_indices_ptr, b_offsets_ptr, b_positions_ptr, out_offsets_ptr,
+    out_order_ptr, out_indices_ptr, pairs_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,
     BLOCK: tl.constexpr, TRANS: tl.constexpr, TILE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """BLOCK is the blocks along M, K and N; TRANS what of A, B and the result is stored transposed, and the blocks
@@ -186,7 +186,7 @@ def _blocksparse_matmul_kernel(
     for tile in range(tl.program_id(0), Z * rows * across, tl.num_programs(0)):
         z, m, first = find_tile(tile, rows, across, GROUP)
         first *= COLUMNS
-        out_lists = (out_offsets_ptr, out_order_ptr, out_index_ptr)
+        out_lists = (out_offsets_ptr, out_order_ptr, out_indices_ptr)
         first, end, target, col = columns_of(out_lists, z * rows + m, first, cols, out_capacity, j // BN)
         held = first + j // BN < end
         n = col * BN + j % BN
@@ -197,9 +197,9 @@ def _blocksparse_matmul_kernel(
         pairs = pairs_ptr
         if b_positions_ptr is not None:
             pairs += tl.program_id(0).to(tl.int64) * (2 + COLUMNS) * inner
-            lists = (a_order_ptr, a_index_ptr, begin_a, count, out_order_ptr, out_index_ptr, first, end)
+            lists = (a_order_ptr, a_indices_ptr, begin_a, count, out_order_ptr, out_indices_ptr, first, end)
             count = meetings(lists, b_positions_ptr, pairs, z, inner, cols, COLUMNS, TRANS[1])
-        a_lists = (a_offsets_ptr, a_order_ptr, a_index_ptr)
+        a_lists = (a_offsets_ptr, a_order_ptr, a_indices_ptr)
         column = tl.where(held, j // BN, -1)
         block, k_block, found = find_step(a_lists, pairs, begin_a, 0, count, column, inner, COLUMNS)
         acc = tl.zeros([BM, TILE_N], tl.float32)
@@ -412,21 +412,10 @@ def _stored(x: Tensor) -> tuple[Tensor, bool]:
     return x.contiguous(), False
 
 
-_LIST = dict.fromkeys(("a_offsets_ptr", "a_order_ptr", "a_index_ptr", "b_offsets_ptr", "b_positions_ptr"), "*i32")
-_OUT = dict.fromkeys(("out_offsets_ptr", "out_order_ptr", "out_index_ptr"), "*i32")
-_SIZES = dict.fromkeys(("Z", "M", "K", "N", "a_capacity", "b_capacity", "out_capacity"), "i32")
+# All three sparse: the longest chain of lists.
 EXAMPLES = {
     _blocksparse_matmul_kernel: {
-        "signature": {
-            "a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*bf16", **_LIST, "a_order_ptr": None, **_OUT,
-            "out_order_ptr": None, "pairs_ptr": "*i32", **_SIZES,
-        },
-        "constexprs": {
-            "BLOCK": (64, 64, 64), "TRANS": (False,) * 5, "TILE": (128, 32), "PRECISION": "ieee",
-            "UPCAST": False,
-        },
-        "num_warps": 4,
-        "num_stages": 3,
+        "a_order_ptr": None, "out_order_ptr": None, "BLOCK": (64, 64, 64), "TRANS": (False,) * 5, "TILE": (128, 32),
+        "PRECISION": "ieee", "UPCAST": False, "num_stages": 3,
     },
 }  # fmt: skip
-"""Example signatures for the ahead-of-time compile test: all three sparse, the longest chain of lists."""

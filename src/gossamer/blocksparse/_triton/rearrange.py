@@ -146,17 +146,6 @@ def _turns(values: Tensor, positions: Tensor, out: Tensor, out_positions: Tensor
     return (after // before, share) if before and after % before == 0 and share else (1, 64)
 
 
-_POINTERS = ("nnz_ptr", "positions_ptr", "out_nnz_ptr", "rows_ptr", "cols_ptr")
-_MAPS = dict.fromkeys(("z_map_ptr", "i_map_ptr", "j_map_ptr"), "*i64")
 EXAMPLES = {
-    _rearrange_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "out_ptr": "*bf16", **dict.fromkeys(_POINTERS, "*i32"), **_MAPS,
-            **dict.fromkeys(("M", "N", "M_OUT", "N_OUT", "K", "capacity", "copies", "share"), "i32"),
-        },
-        "constexprs": {
-            "SOURCE": (64, 64), "RESULT": (64, 64), "TH": 64, "TW": 64, "WHOLE": True, "SUM": False,
-        },
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _rearrange_kernel: {"SOURCE": (64, 64), "RESULT": (64, 64), "TH": 64, "TW": 64, "WHOLE": True, "SUM": False},
+}

@@ -529,38 +529,12 @@ def _grid(m: int, n: int, height: int, width: int) -> tuple[int, int]:
     return max(launch.cdiv(m, height), 1), max(launch.cdiv(n, width), 1)
 
 
-_LAYOUTS = {"nnz_ptr": "*i32", "positions_ptr": "*i32", "index_nnz_ptr": "*i32"}
-_SIZES = dict.fromkeys(("R", "C", "M_INDEX", "N_INDEX", "capacity", "index_capacity"), "i32")
-_BLOCK = {"HEIGHT": 64, "WIDTH": 64}
 EXAMPLES = {
     _scatter_reduce_kernel: {
-        "signature": {
-            "out_ptr": "*bf16", "given_ptr": None, "src_ptr": "*bf16", "index_ptr": "*i64", "kept_ptr": "*fp32",
-            **dict.fromkeys(("out_offsets_ptr", "out_others_ptr", "offsets_ptr", "others_ptr"), "*i32"),
-            "out_order_ptr": None, "order_ptr": None,
-        },
-        "constexprs": {"BLOCK": (64, 64), "TILE": (1, 32, 1024), "AXIS": 2, "REDUCE": "sum", "RESET": False},
-        "num_warps": 1,
+        "given_ptr": None, "kept_ptr": "*fp32", "out_order_ptr": None, "order_ptr": None, "BLOCK": (64, 64),
+        "TILE": (1, 32, 1024), "AXIS": 2, "REDUCE": "sum", "RESET": False, "num_warps": 1,
     },
-    _scatter_lead_kernel: {
-        "signature": {
-            "out_ptr": "*fp32", "src_ptr": "*bf16", "index_ptr": "*i64", **_LAYOUTS, "index_positions_ptr": "*i32",
-            **dict.fromkeys(("D", "INNER", "D_INDEX", "R_INDEX", "C_INDEX"), "i32"), **_SIZES,
-        },
-        "constexprs": {**_BLOCK, "TILE": 16, "MODE": "sum", "REDUCE": "sum"},
-        "num_warps": 4,
-    },
-    _scatter_start_kernel: {
-        "signature": {
-            "given_ptr": "*bf16", "out_ptr": "*fp32", "nnz_ptr": "*i32", "index_nnz_ptr": "*i32", "capacity": "i32",
-            "index_capacity": "i32",
-        },
-        "constexprs": {"ELEMENTS": 1024},
-        "num_warps": 4,
-    },
-    _scatter_finish_kernel: {
-        "signature": {"wide_ptr": "*fp32", "out_ptr": "*bf16"},
-        "constexprs": {"ELEMENTS": 1024},
-        "num_warps": 4,
-    },
+    _scatter_lead_kernel: {"out_ptr": "*fp32", "HEIGHT": 64, "WIDTH": 64, "TILE": 16, "MODE": "sum", "REDUCE": "sum"},
+    _scatter_start_kernel: {"out_ptr": "*fp32", "ELEMENTS": 1024},
+    _scatter_finish_kernel: {"ELEMENTS": 1024},
 }  # fmt: skip

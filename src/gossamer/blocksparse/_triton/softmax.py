@@ -319,22 +319,6 @@ SHORT = 256
 """Elements that a step has room for however short lines are."""
 _SHAPE = {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 4096, "ONCE": False}
 EXAMPLES = {
-    _blocksparse_softmax_fwd_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "mask_ptr": "*u8", "out_ptr": "*bf16", "offsets_ptr": "*i32", "columns_ptr": "*i32",
-            "elements_ptr": "*i32",
-            **dict.fromkeys(("stride_mz", "stride_mm", "stride_mn", "rows", "last", "capacity", "M", "N"), "i32"),
-            "scale": "fp32",
-        },
-        "constexprs": {**_SHAPE, "LINES": 8, "MASK": "blocks"},
-        "num_warps": 8,
-    },
-    _blocksparse_softmax_bwd_kernel: {
-        "signature": {
-            "grad_ptr": "*bf16", "out_ptr": "*bf16", "dx_ptr": "*bf16", "offsets_ptr": "*i32", "last": "i32",
-            "capacity": "i32", "scale": "fp32",
-        },
-        "constexprs": _SHAPE,
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _blocksparse_softmax_fwd_kernel: {**_SHAPE, "LINES": 8, "MASK": "blocks", "num_warps": 8},
+    _blocksparse_softmax_bwd_kernel: _SHAPE,
+}

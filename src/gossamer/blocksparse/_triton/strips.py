@@ -63,10 +63,4 @@ def strips(offsets: Tensor, capacity: int, width: int, band: int) -> tuple[Tenso
     return tiles, most
 
 
-EXAMPLES = {
-    _strips_kernel: {
-        "signature": {"offsets_ptr": "*i32", "tiles_ptr": "*i32", "rows": "i32", "capacity": "i32"},
-        "constexprs": {"WIDTH": 4, "BAND": 64, "BEFORE": 1024, "AHEAD": 1},
-        "num_warps": 4,
-    }
-}
+EXAMPLES = {_strips_kernel: {"WIDTH": 4, "BAND": 64, "BEFORE": 1024, "AHEAD": 1}}

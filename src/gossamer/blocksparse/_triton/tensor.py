@@ -152,22 +152,7 @@ def _warps(elements: int) -> int:
     return max(1, min(8, elements // 1024))
 
 
-_SIZES = {"M": "i32", "N": "i32", "capacity": "i32"}
 EXAMPLES = {
-    _from_dense_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "row_indices_ptr": "*i32",
-            "col_indices_ptr": "*i32", "R": "i32", **_SIZES,
-        },
-        "constexprs": {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8},
-        "num_warps": 2,
-    },
-    _to_dense_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "positions_ptr": "*i32", "R": "i32",
-            "C": "i32", **_SIZES, "fill": "fp32",
-        },
-        "constexprs": {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8},
-        "num_warps": 2,
-    },
-}  # fmt: skip
+    _from_dense_kernel: {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8, "num_warps": 2},
+    _to_dense_kernel: {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8, "num_warps": 2},
+}

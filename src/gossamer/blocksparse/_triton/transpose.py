@@ -83,16 +83,6 @@ def turn(x: Tensor) -> Tensor:
 
 
 EXAMPLES = {
-    _blocksparse_transpose_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32", "order_ptr": "*i32", "capacity": "i32",
-        },
-        "constexprs": {"HEIGHT": 64, "WIDTH": 64, "REST": False},
-        "num_warps": 4,
-    },
-    _blocksparse_turn_kernel: {
-        "signature": {"x_ptr": "*fp32", "out_ptr": "*fp32", "M": "i32", "N": "i32"},
-        "constexprs": {"TILE": TILE},
-        "num_warps": 4,
-    },
-}  # fmt: skip
+    _blocksparse_transpose_kernel: {"HEIGHT": 64, "WIDTH": 64, "REST": False},
+    _blocksparse_turn_kernel: {"x_ptr": "*fp32", "out_ptr": "*fp32", "TILE": TILE},
+}

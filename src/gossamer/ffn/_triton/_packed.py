@@ -25,7 +25,3 @@ class Packed:
     values: Tensor
     indices: Tensor
     counts: Tensor
-
-
-EXAMPLES: dict[object, dict[str, object]] = {}
-"""No kernel."""

@@ -235,14 +235,11 @@ def column_lists(
 
 EXAMPLES = {
     _ffn_row_counts_kernel: {"counts_ptr": "*i16", "kept_ptr": "*i32", "BLOCK_M": 32, "BLOCK_T": 32},
-    _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "heavy_ptr": "*i32", "BLOCK": 2048, "num_warps": 8},
+    _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "BLOCK": 2048, "num_warps": 8},
     _ffn_row_lists_kernel: {
         "indices_ptr": "*u8", "counts_ptr": "*i16", "columns_ptr": "*i16", "BLOCK": 32, "num_warps": 1,
     },
-    _ffn_column_bits_kernel: {"columns_ptr": "*i16", "bits_ptr": "*i32", "BLOCK": 128, "num_warps": 1},
-    _ffn_column_sums_kernel: {"bits_ptr": "*i32", "before_ptr": "*i32", "BLOCK_G": 64, "BLOCK_N": 32},
-    _ffn_column_lists_kernel: {
-        "columns_ptr": "*i16", "bits_ptr": "*i32", "before_ptr": "*i32", "rows_ptr": "*i32", "places_ptr": "*i32",
-        "BLOCK": 32, "SQUARED": False, "num_warps": 1,
-    },
+    _ffn_column_bits_kernel: {"columns_ptr": "*i16", "BLOCK": 128, "num_warps": 1},
+    _ffn_column_sums_kernel: {"BLOCK_G": 64, "BLOCK_N": 32},
+    _ffn_column_lists_kernel: {"columns_ptr": "*i16", "BLOCK": 32, "SQUARED": False, "num_warps": 1},
 }  # fmt: skip

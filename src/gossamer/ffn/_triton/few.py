@@ -371,31 +371,14 @@ def project(
     return [first, Launched(bound, heads)]
 
 
-_LISTS = {"columns_ptr": "*i32", "values_ptr": "*bf16", "entries_ptr": "*i32"}
 EXAMPLES = {
     _few_hidden_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16", "threshold_ptr": "*fp32",
-            "up_ptr": "*bf16", "up_bias_ptr": "*bf16", **_LISTS,
-            **dict.fromkeys(("stride_xm", "stride_gn", "stride_un", "M", "N", "K"), "i32"),
-        },
-        "constexprs": {
-            "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS, "SQUARED": False,
-            "DEPENDENT": False, "PRECISION": "ieee", "UNIT": 8,
-        },
-        "num_warps": 4,
-        "num_stages": 3,
+        "gate_bias_ptr": "*bf16", "up_bias_ptr": "*bf16", "BLOCK_N": 32, "BLOCK_K": 256, "BLOCK_U": 256, "ROWS": ROWS,
+        "SQUARED": False, "DEPENDENT": False, "PRECISION": "ieee", "UNIT": 8, "num_stages": 3,
     },
     _few_down_kernel: {
-        "signature": {
-            **_LISTS, "down_ptr": "*bf16", "bias_ptr": "*bf16", "out_ptr": "*bf16", "nnz_ptr": "*i32",
-            **dict.fromkeys(("programs", "stride_dn", "M", "D"), "i32"), "stride_dd": "constexpr",
-        },
-        "constexprs": {
-            "BLOCK_N": 32, "BLOCK_U": 1024, "BLOCK_D": 16, "TAKEN": 8, "ROWS": ROWS, "PARTS": 8,
-            "DEPENDENT": False, "BY_ROWS": False, "PRECISION": "ieee", "UNIT": 8, "stride_dd": 1,
-        },
-        "num_warps": 8,
+        "bias_ptr": "*bf16", "stride_dd": 1, "BLOCK_N": 32, "BLOCK_U": 1024, "BLOCK_D": 16, "TAKEN": 8, "ROWS": ROWS,
+        "PARTS": 8, "DEPENDENT": False, "BY_ROWS": False, "PRECISION": "ieee", "UNIT": 8, "num_warps": 8,
         "num_stages": 1,
     },
 }  # fmt: skip

@@ -211,22 +211,9 @@ def stages_and_registers(k: int, d: int, size: int, warps: int, choice: Choice) 
 
 EXAMPLES = {
     _ffn_gather_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "counts_ptr": "*i16", "x_ptr": "*bf16", "up_ptr": "*bf16",
-            "up_bias_ptr": "*bf16", "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16",
-            "nnz_ptr": "*i32", "heavy_ptr": "*i32", "taken_ptr": "*i32",
-            **dict.fromkeys(("tiles", "K", "D"), "i32"),
-        },
-        "constexprs": {
-            "BLOCK_E": 1, "BLOCK_K": 2048, "BLOCK_D": 2048, "PARTS": 1, "SQUARED": False, "BLOCK_T": 32, "STAGES": 3,
-            "DEPENDENT": False,
-        },
-        "num_warps": 2,
-        "maxnreg": 96,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "up_bias_ptr": "*bf16", "down_bias_ptr": "*bf16", "BLOCK_E": 1,
+        "BLOCK_K": 2048, "BLOCK_D": 2048, "PARTS": 1, "SQUARED": False, "BLOCK_T": 32, "STAGES": 3, "DEPENDENT": False,
+        "num_warps": 2, "maxnreg": 96,
     },
-    _ffn_sum_kernel: {
-        "signature": {"parts_ptr": "*fp32", "bias_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},
-        "constexprs": {"BLOCK_D": 1024, "PARTS": 8},
-        "num_warps": 4,
-    },
+    _ffn_sum_kernel: {"bias_ptr": "*bf16", "BLOCK_D": 1024, "PARTS": 8},
 }  # fmt: skip

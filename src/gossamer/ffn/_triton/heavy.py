@@ -173,17 +173,8 @@ def project(
 
 EXAMPLES = {
     _ffn_heavy_kernel: {
-        "signature": {
-            "heavy_ptr": "*i32", "x_ptr": "*bf16", "gate_ptr": "*bf16", "gate_bias_ptr": "*bf16",
-            "threshold_ptr": "*fp32", "up_ptr": "*bf16", "up_bias_ptr": "*bf16", "hidden_ptr": "*bf16",
-            "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16",
-            **dict.fromkeys(("N", "K", "D"), "i32"),
-        },
-        "constexprs": {
-            "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "GROUP_M": 8, "EVEN": True, "PARTIAL": 0, "SQUARED": True,
-            "DEPENDENT": False, "PRECISION": "ieee", "UPCAST": False,
-        },
-        "num_warps": 8,
-        "num_stages": 3,
+        "gate_bias_ptr": "*bf16", "up_bias_ptr": "*bf16", "down_bias_ptr": "*bf16", "BLOCK_M": 128, "BLOCK_N": 128,
+        "BLOCK_K": 32, "GROUP_M": 8, "EVEN": True, "PARTIAL": 0, "SQUARED": True, "DEPENDENT": False,
+        "PRECISION": "ieee", "UPCAST": False, "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip

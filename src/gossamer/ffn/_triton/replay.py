@@ -120,7 +120,3 @@ def record(
     # Every piece begins on 256 bytes, as the allocator's would.
     sizes = tuple(-(-size // 256) * 256 for size in between.values())
     _plans.keep(call.key, results[0].device, _Recorded(launches, sizes, tuple(descriptors)))  # type: ignore[arg-type]
-
-
-EXAMPLES: dict[object, dict[str, object]] = {}
-"""No kernel."""

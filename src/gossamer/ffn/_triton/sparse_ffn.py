@@ -166,7 +166,3 @@ def pack(
 
         heads = (*descriptors(x, weight), bias, threshold, None, None, *out, words[0])
     return Packed(values, indices, counts), Launched(bound, heads)
-
-
-EXAMPLES: dict[object, dict[str, object]] = {}
-"""The kernels are those of `few`, `gather`, `union` and `heavy`."""

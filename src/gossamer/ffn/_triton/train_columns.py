@@ -274,14 +274,9 @@ def gate_gradients(
 
 EXAMPLES = {
     _ffn_train_weights_kernel: {
-        "rows_ptr": "*i32", "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 512, "STAGES": 1, "BESIDE": False,
-        "num_warps": 1, "maxnreg": 128,
+        "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 512, "STAGES": 1, "BESIDE": False, "num_warps": 1,
+        "maxnreg": 128,
     },
-    _ffn_train_weights_long_kernel: {
-        "rows_ptr": "*i32", "dots_ptr": "*fp32", "BLOCK_E": 64, "BLOCK_K": 64, "num_warps": 8,
-    },
-    _ffn_train_hidden_kernel: {
-        "places_ptr": "*i32", "dots_ptr": "*fp32", "penalty_ptr": "*fp32", "BLOCK": 512, "SLICES": 4,
-        "SQUARED": False,
-    },
+    _ffn_train_weights_long_kernel: {"BLOCK_E": 64, "BLOCK_K": 64, "num_warps": 8},
+    _ffn_train_hidden_kernel: {"BLOCK": 512, "SLICES": 4, "SQUARED": False},
 }  # fmt: skip

@@ -366,11 +366,11 @@ def backward(
 _DENSE = {"BLOCK": 128, "BLOCK_K": 32, "SQUARED": False, "DOT": "ieee", "num_warps": 8, "num_stages": 3}
 EXAMPLES = {
     _ffn_train_heavy_fwd_kernel: {
-        "heavy_ptr": "*i32", "l1_ptr": "*fp32", "R": "i32", "gate_bias_ptr": None, "threshold_ptr": None,
-        "up_bias_ptr": None, "down_bias_ptr": None, "words_ptr": "*i32", **_DENSE,
+        "gate_bias_ptr": None, "threshold_ptr": None, "up_bias_ptr": None, "down_bias_ptr": None, "words_ptr": "*i32",
+        **_DENSE,
     },
     _ffn_train_heavy_bwd_kernel: {
-        "heavy_ptr": "*i32", "words_ptr": "*i32", "penalty_ptr": "*fp32", "R": "i32", "sums_ptr": "*fp32",
-        "weights": ("*bf16", None, None, "*bf16", None, "*bf16"), "grads": ("*bf16", "*bf16", "*bf16"), **_DENSE,
+        "words_ptr": "*i32", "weights": ("*bf16", None, None, "*bf16", None, "*bf16"),
+        "grads": ("*bf16", "*bf16", "*bf16"), **_DENSE,
     },
 }  # fmt: skip

@@ -159,8 +159,8 @@ def multiply_rows(
 
 EXAMPLES = {
     _ffn_train_up_kernel: {
-        "columns_ptr": "*i16", "l1_ptr": "*fp32", "up_bias_ptr": None, "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3,
-        "SQUARED": False, "num_warps": 1, "maxnreg": 96,
+        "columns_ptr": "*i16", "up_bias_ptr": None, "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3, "SQUARED": False,
+        "num_warps": 1, "maxnreg": 96,
     },
     _ffn_train_rows_kernel: {
         "columns_ptr": "*i16", "bias_ptr": None, "BLOCK_E": 4, "BLOCK_D": 256, "BESIDE": False, "num_warps": 1,

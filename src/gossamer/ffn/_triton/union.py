@@ -280,34 +280,17 @@ def project(
     return [*launched, Launched(bound, heads)]
 
 
-_LIGHT = {"counts_ptr": "*i16", **dict.fromkeys(("limit", "tiles", "M"), "i32")}
-_LIST = {"columns_ptr": "*i32", "union_ptr": "*i32", "dense_ptr": "*bf16", "room": "i32"}
 EXAMPLES = {
     _unite_kernel: {
-        "signature": {
-            "values_ptr": "*bf16", "indices_ptr": "*u8", "ranks_ptr": "*i32", "sizes_ptr": "*i32", **_LIGHT, **_LIST,
-            "step": "i32", "N": "i32", "price": "fp32",
-        },
-        "constexprs": {"GROUP": GROUP, "BLOCK_T": 32, "BLOCK_S": 64, "BLOCK_N": 1024, "SQUARED": False},
-        "num_warps": 8,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "GROUP": GROUP, "BLOCK_T": 32, "BLOCK_S": 64, "BLOCK_N": 1024,
+        "SQUARED": False, "num_warps": 8,
     },
     _union_up_kernel: {
-        "signature": {
-            "x_ptr": "*bf16", "up_ptr": "*bf16", "up_bias_ptr": "*bf16", **_LIST, **dict.fromkeys(("M", "K"), "i32"),
-        },
-        "constexprs": {
-            "GROUP": GROUP, "BLOCK_U": 64, "BLOCK_K": 128, "EVEN": True, "PRECISION": "ieee", "UPCAST": False,
-        },
-        "num_warps": 4,
-        "num_stages": 3,
+        "up_bias_ptr": "*bf16", "GROUP": GROUP, "BLOCK_U": 64, "BLOCK_K": 128, "EVEN": True, "PRECISION": "ieee",
+        "UPCAST": False, "num_stages": 3,
     },
     _union_down_kernel: {
-        "signature": {**_LIST, **_LIGHT, "down_ptr": "*bf16", "down_bias_ptr": "*bf16", "out_ptr": "*bf16", "D": "i32"},
-        "constexprs": {
-            "GROUP": GROUP, "BLOCK_U": 32, "BLOCK_D": 256, "BLOCK_T": 32, "FLIP": True, "PRECISION": "ieee",
-            "UPCAST": False,
-        },
-        "num_warps": 8,
-        "num_stages": 4,
+        "counts_ptr": "*i16", "down_bias_ptr": "*bf16", "GROUP": GROUP, "BLOCK_U": 32, "BLOCK_D": 256, "BLOCK_T": 32,
+        "FLIP": True, "PRECISION": "ieee", "UPCAST": False, "num_warps": 8, "num_stages": 4,
     },
 }  # fmt: skip

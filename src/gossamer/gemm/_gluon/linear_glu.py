@@ -411,7 +411,7 @@ def descriptor_of(
 EXAMPLES = {
     _linear_glu_kernel: {
         "x_desc": [128, 64], "gate_desc": [128, 64], "up_desc": [128, 64], "out_desc": [64, 128], "first_desc": None,
-        "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None, "flags_ptr": "*i32",
-        "GROUP_M": GROUP_M, "STAGES": 4, "ACTIVATION": "silu", "maxnreg": 168,
+        "second_desc": None, "gate_bias_ptr": None, "up_bias_ptr": None, "grad_ptr": None, "GROUP_M": GROUP_M,
+        "STAGES": 4, "ACTIVATION": "silu", "maxnreg": 168,
     },
 }  # fmt: skip

@@ -382,7 +382,7 @@ def launch_linear_pack(
 EXAMPLES = {
     _linear_pack_kernel: {
         "x_desc": [128, 64], "w_desc": [64, 256], "bias_ptr": "*bf16", "bounds_ptr": None, "factors_ptr": None,
-        "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32", "TRANSPOSED": False,
-        "SLOTS": 16, "GROUP_M": GROUP_M, "STAGES": STAGES, "maxnreg": 168,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "words_ptr": "*i32", "TRANSPOSED": False, "SLOTS": 16,
+        "GROUP_M": GROUP_M, "STAGES": STAGES, "maxnreg": 168,
     },
 }  # fmt: skip

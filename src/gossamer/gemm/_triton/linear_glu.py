@@ -332,11 +332,9 @@ def launch_glu_bwd(
 EXAMPLES = {
     _linear_glu_few_kernel: {
         "up_bias_ptr": None, "BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 128, "UPCAST": False, "ACTIVATION": "silu",
-        "num_warps": 4, "num_stages": 3,
+        "num_stages": 3,
     },
     _linear_glu_row_kernel: {"up_bias_ptr": None, "stride_xk": 1, "BLOCK_K": 4096, "VEC": 8, "ACTIVATION": "silu"},
-    _glu_fwd_kernel: {
-        "gate_ptr": "*fp32", "up_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": FLAT, "ACTIVATION": "gelu",
-    },
+    _glu_fwd_kernel: {"gate_ptr": "*fp32", "up_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": FLAT, "ACTIVATION": "gelu"},
     _glu_bwd_kernel: {"BLOCK": 2048, "ACTIVATION": "gelu_tanh"},
 }  # fmt: skip

@@ -64,6 +64,4 @@ def rows_contiguous(x: Tensor) -> Tensor:
     return dense_transpose(x.t()) if x.stride(0) == 1 else x.contiguous()
 
 
-EXAMPLES = {
-    _dense_transpose_kernel: {"wanted_ptr": "*i32", "BLOCK": 64, "BESIDE": False},
-}
+EXAMPLES = {_dense_transpose_kernel: {"BLOCK": 64, "BESIDE": False}}

@@ -39,6 +39,4 @@ def row_density(counts: Tensor, sums: Tensor, limit: int) -> None:
     )
 
 
-EXAMPLES = {
-    _row_density_kernel: {"sums_ptr": "*i64", "BLOCK": 256, "PARTS": 64, "num_warps": 1},
-}
+EXAMPLES = {_row_density_kernel: {"sums_ptr": "*i64", "BLOCK": 256, "PARTS": 64, "num_warps": 1}}

@@ -139,7 +139,7 @@ def matmul_linear(
 
 EXAMPLES = {
     _linear_source_kernel: {
-        "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "PARTIAL": 0, "EVEN": True, "PRECISION": "ieee",
-        "UPCAST": False, "num_warps": 8, "num_stages": 3,
+        "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 32, "PARTIAL": 0, "EVEN": True, "PRECISION": "ieee", "UPCAST": False,
+        "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip

@@ -372,7 +372,7 @@ def list_all(x: Tensor, limit: Limit | None, l0: Tensor | None) -> tuple[Tensor,
 
 EXAMPLES = {
     _list_entries_kernel: {
-        "starts_ptr": "*i64", "WORDS": 512, "VEC": 8, "PARTS": 4, "ROWS": 1, "EVEN": True, "WINDOW": True,
-        "num_warps": 4,
+        "flags_ptr": "*i64", "starts_ptr": "*i64", "WORDS": 512, "VEC": 8, "PARTS": 4, "ROWS": 1, "EVEN": True,
+        "WINDOW": True,
     },
 }  # fmt: skip

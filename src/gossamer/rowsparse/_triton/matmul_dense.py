@@ -109,6 +109,4 @@ def _parts(
             yield first, last, (values[first:last], indices[first:last], offsets[first:last], held)
 
 
-EXAMPLES = {
-    _pick_kernel: {"BLOCK": 1024, "COPY": 1024, "MASKED": True, "IS_CSR": False, "num_warps": 8},
-}
+EXAMPLES = {_pick_kernel: {"BLOCK": 1024, "COPY": 1024, "MASKED": True, "IS_CSR": False, "num_warps": 8}}

@@ -295,13 +295,12 @@ EXAMPLES = {
         "bias_ptr": None, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
         "UPCAST": False, "GDC_WAIT": False, "num_warps": 8,
     },
-    _overflow_rows_kernel: {"counts_ptr": "*i64", "rows_ptr": "*i32", "BLOCK": 4096, "num_warps": 8},
+    _overflow_rows_kernel: {"counts_ptr": "*i64", "BLOCK": 4096, "num_warps": 8},
     _overflow_bwd_source_kernel: {
-        "rows_ptr": "*i32", "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee",
-        "UPCAST": False, "MASKED": True,
+        "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee", "UPCAST": False, "MASKED": True,
     },
     _overflow_bwd_weight_kernel: {
-        "rows_ptr": "*i32", **weight_tile(2).sizes, "PRECISION": "ieee", "UPCAST": False, "num_warps": 8,
+        "mask_ptr": "*bf16", **weight_tile(2).sizes, "PRECISION": "ieee", "UPCAST": False, "num_warps": 8,
         "num_stages": 3,
     },
 }  # fmt: skip

@@ -45,6 +45,4 @@ def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | N
     return out
 
 
-EXAMPLES = {
-    _count_fired_kernel: {"out_ptr": "*i64", "BLOCK": 128, "num_warps": 1},
-}
+EXAMPLES = {_count_fired_kernel: {"out_ptr": "*i64", "BLOCK": 128, "num_warps": 1}}

@@ -206,8 +206,8 @@ def decode(
 
 EXAMPLES = {
     _decode_fwd_kernel: {
-        "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4,
-        "SHIFTED": 1, "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False,
-        "TRUNCATE": False, "num_warps": 1,
+        "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4, "SHIFTED": 1,
+        "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False, "TRUNCATE": False,
+        "num_warps": 1,
     },
 }  # fmt: skip

@@ -17,8 +17,8 @@ from gossamer.rowsparse._triton.overflow import load_rows, overflowed
 
 @launch.kernel
 def _encode_bwd_columns_kernel(
-    keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr,
-    threshold_out_ptr, stride_gm, stride_gs, stride_l, stride_t, radius, capacity, BLOCK: tl.constexpr,
+    keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, out_bias_ptr,
+    out_threshold_ptr, stride_gm, stride_gs, stride_l, stride_t, radius, capacity, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (column): sums over its entries, in order of row. `starts_ptr`: where rows of CSR begin."""
     column = tl.program_id(0)
@@ -43,14 +43,14 @@ def _encode_bwd_columns_kernel(
         if threshold_ptr is not None:
             slope = threshold * grad + tl.load(grad_l0_ptr + row * stride_l, mask=held, other=0.0)
             near += tl.where(held & (value - threshold < radius), slope, 0.0)
-    tl.store(bias_out_ptr + column, tl.sum(bias, axis=0))
+    tl.store(out_bias_ptr + column, tl.sum(bias, axis=0))
     if threshold_ptr is not None:
-        tl.store(threshold_out_ptr + column, tl.where(threshold < 0, 0.0, -0.5 / radius * tl.sum(near, axis=0)))
+        tl.store(out_threshold_ptr + column, tl.where(threshold < 0, 0.0, -0.5 / radius * tl.sum(near, axis=0)))
 
 
 @launch.kernel
 def _encode_bwd_columns_overflow_kernel(
-    source_ptr, rows_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, bias_out_ptr, threshold_out_ptr,
+    source_ptr, rows_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, out_bias_ptr, out_threshold_ptr,
     stride_sm, stride_gm, stride_gn, stride_l, stride_t, radius, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (block of columns): adds what the overflowed rows contribute, which are listed."""
@@ -76,10 +76,10 @@ def _encode_bwd_columns_overflow_kernel(
                 grad_l0 = tl.load(grad_l0_ptr + rows * stride_l, mask=listed, other=0.0)
                 slope = threshold[None, :] * grad + grad_l0[:, None]
                 near += tl.where(mask & stored & (value - threshold[None, :] < radius), slope, 0.0)
-        bias_ptrs = bias_out_ptr + columns
+        bias_ptrs = out_bias_ptr + columns
         tl.store(bias_ptrs, tl.load(bias_ptrs, mask=inside, other=0.0) + tl.sum(bias, axis=0), mask=inside)
         if threshold_ptr is not None:
-            threshold_ptrs = threshold_out_ptr + columns
+            threshold_ptrs = out_threshold_ptr + columns
             slope = tl.where(threshold < 0, 0.0, -0.5 / radius * tl.sum(near, axis=0))
             tl.store(threshold_ptrs, tl.load(threshold_ptrs, mask=inside, other=0.0) + slope, mask=inside)
 
@@ -166,13 +166,7 @@ def bwd_source(
 
 
 EXAMPLES = {
-    _encode_bwd_columns_kernel: {
-        "offsets_ptr": "*i64", "starts_ptr": None, "bias_out_ptr": "*fp32", "threshold_out_ptr": "*fp32", "BLOCK": 128,
-        "num_warps": 1,
-    },
-    _encode_bwd_columns_overflow_kernel: {
-        "rows_ptr": "*i32",
-        "bias_out_ptr": "*fp32", "threshold_out_ptr": "*fp32", "BLOCK_M": 16, "BLOCK_N": 128,
-    },
+    _encode_bwd_columns_kernel: {"offsets_ptr": "*i64", "starts_ptr": None, "BLOCK": 128, "num_warps": 1},
+    _encode_bwd_columns_overflow_kernel: {"BLOCK_M": 16, "BLOCK_N": 128},
     _encode_bwd_source_kernel: {"BLOCK": 4096},
-}  # fmt: skip
+}

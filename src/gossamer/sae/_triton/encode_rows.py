@@ -85,6 +85,4 @@ def encode_rows(
     return values, indices, nnz
 
 
-EXAMPLES = {
-    _activate_rows_kernel: {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "EVEN": False, "num_warps": 1},
-}
+EXAMPLES = {_activate_rows_kernel: {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "EVEN": False, "num_warps": 1}}

@@ -314,6 +314,4 @@ LISTS = 1 << 24
 _plans = launch.Plans()
 
 
-EXAMPLES = {
-    _row_kth_kernel: {"kth_ptr": None, "need_ptr": None, "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16},
-}
+EXAMPLES = {_row_kth_kernel: {"kth_ptr": None, "need_ptr": None, "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16}}

@@ -50,6 +50,4 @@ def smallest(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None
     return out
 
 
-EXAMPLES = {
-    _smallest_kernel: {"out_ptr": "*fp32", "BLOCK": 128, "num_warps": 1},
-}
+EXAMPLES = {_smallest_kernel: {"out_ptr": "*fp32", "BLOCK": 128, "num_warps": 1}}

@@ -127,7 +127,6 @@ def tanh_l0_bwd(
 EXAMPLES = {
     _tanh_l0_fwd_kernel: {"scale_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 256, "num_warps": 2},
     _tanh_l0_bwd_kernel: {
-        **dict.fromkeys(("grad_ptr", "scale_ptr", "slope_ptr", "slope_source_ptr"), "*fp32"), "BLOCK": 256,
-        "num_warps": 2,
+        "grad_ptr": "*fp32", "scale_ptr": "*fp32", "slope_source_ptr": "*fp32", "BLOCK": 256, "num_warps": 2,
     },
 }  # fmt: skip

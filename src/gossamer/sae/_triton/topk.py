@@ -189,7 +189,7 @@ def _settle(
 EXAMPLES = {
     _row_bound_kernel: {"scale_ptr": None, "out_ptr": "*fp32", "BLOCK": 512, "VEC": 8, "SHIFT": 16, "num_warps": 1},
     _topk_of_tiles_kernel: {
-        "indices_ptr": "*u8", "counts_ptr": "*i16", "bounds_ptr": "*fp32", "BLOCK": 128, "LIST": 1024, "CHUNK": 128,
-        "SHIFT": 16, "num_warps": 1,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 128, "LIST": 1024, "CHUNK": 128, "SHIFT": 16,
+        "num_warps": 1,
     },
 }  # fmt: skip
