@@ -49,7 +49,7 @@ def block_products(case: Case) -> Scenario:
             lambda: x.sum(),
             lambda: (x + row).to_dense(),
             lambda: blocksparse.softmax(x).to_dense(),
-            lambda: blocksparse.matmul(other, right, layout, transpose_a=False).to_dense() if wide == n == m else right,
+            lambda: blocksparse.matmul(left, right, layout, transpose_a=True, transpose_b=True).to_dense(),
         ]
         return [ways[i]() for i in chosen]
 
@@ -67,7 +67,7 @@ def block_products(case: Case) -> Scenario:
             lambda: x.sum(-1),
             lambda: torch.where(present, x + row, 0),
             lambda: torch.where(present, (scores - scores.logsumexp(-1, True)).exp(), 0) if n else x,
-            lambda: torch.where(present, other @ right, 0) if wide == n == m else right,
+            lambda: torch.where(present, left.mT @ right.mT, 0),
         ]
         return [ways[i]() for i in chosen]
 
