@@ -149,3 +149,20 @@ def test_a_layout_by_latent_gets_its_gradient_in_it(device: torch.device, genera
     acts, *_ = encode_dense(torch.randn(5, 4, device=device, generator=generator), W, activation="relu")
     acts.sum().backward()
     assert W.grad.stride() == W.stride()
+
+
+@pytest.mark.parametrize("way", ["ell", "overflow", "csr", "dense"])
+def test_gradient_of_a_float32_b_dec(way: str, device: torch.device, generator: torch.Generator) -> None:
+    """A gradient passes through a 16-bit W_enc to a float32 b_dec in float32, where x takes none."""
+    x, W, b_dec = (torch.randn(s, device=device, generator=generator) for s in ((40, 24), (24, 90), (24,)))
+    x, W, b_dec = x.half(), W.half(), b_dec.requires_grad_()
+    if way == "dense":
+        acts = encode_dense(x, W, None, b_dec=b_dec)[0]
+    elif way == "csr":
+        acts = sae.encode(x, W, None, gemm.BatchTopK(20), b_dec=b_dec, format="csr").to_dense()
+    else:
+        acts = sae.encode(x, W, None, b_dec=b_dec, capacity=90 if way == "ell" else 30).to_dense()
+    weights = torch.randn(acts.shape, device=device, generator=generator).half()
+    (grad,) = torch.autograd.grad(acts, b_dec, weights)
+    wanted = -(W.double() @ torch.where(acts > 0, weights, 0).double().sum(0))
+    torch.testing.assert_close(grad.double(), wanted, rtol=1e-5, atol=1e-4)

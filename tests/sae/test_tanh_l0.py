@@ -132,6 +132,19 @@ def test_slots_behind_the_last_entry_are_never_multiplied(device: torch.device) 
     assert out.isfinite().all() and scale.grad.isfinite().all() and values.grad[:2].isfinite().all()
 
 
+@pytest.mark.parametrize("format", ["ell", "csr"])
+def test_slots_of_a_matrix_without_columns(format: str, device: torch.device) -> None:
+    indices = torch.full((2, 3), -1, dtype=torch.int32, device=device)
+    values = torch.full((2, 3), float("nan"), device=device, requires_grad=True)
+    rows: rowsparse.Rows = ELL(values, indices, torch.tensor([3, 1], dtype=torch.int32, device=device), (2, 0))
+    if format == "csr":
+        offsets = torch.tensor([0, 3, 4], device=device)
+        rows = rowsparse.CSR(offsets, indices.flatten(), values.flatten(), (2, 0))
+    out = tanh_l0(rows, torch.ones(0, device=device))
+    out.sum().backward()
+    assert not out.any() and not values.grad.any()
+
+
 def test_errors(device: torch.device) -> None:
     rows = rowsparse.pack(torch.ones(2, 3, device=device))
     with pytest.raises(TypeError, match=r"sae.tanh_l0: rows must be an ELL, CSR or TwELL of rowsparse, got Tensor"):

@@ -62,8 +62,8 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over the keys that each query takes.
 
-    The last query stands beside the last key: beside key Tk - 1, or with `lengths` beside key lengths[b] - 1; where a
-    sequence has fewer keys than there are queries, the first stands beside the first. A query that takes no key gives
+    The last query stands beside the last key: beside key Tk - 1, or with `lengths` beside key lengths[b] - 1, where the
+    first stands beside the first if a sequence has fewer keys than there are queries. A query that takes no key gives
     zeros, and has no gradient. A value that is NaN or infinite reaches each query of a block of 128 that has one who
     takes it.
 

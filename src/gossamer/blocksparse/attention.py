@@ -40,8 +40,8 @@ def attention(
 
     Scores of absent blocks are never computed, nor is a matrix of scores kept; the backward pass computes them again.
     It adds nothing in an order that could vary, so gradients are the same bits in each run. The last query is aligned
-    with the last key: query i is at the position i + Tk - Tq of keys, or with valid_lengths at i + valid_lengths[b] -
-    Tq, and the first one beside the first key where a sequence has fewer keys than queries. A query that meets no key
+    with the last key: query i is at the position i + Tk - Tq of keys, or with valid_lengths at i + max(valid_lengths[b]
+    - Tq, min(Tk - Tq, 0)): of Tq up to Tk queries none stands in front of the first key. A query that meets no key
     gives zeros, a log-sum-exp of -inf, and gradients of zero.
 
     Args:

@@ -5,8 +5,8 @@ aligned with the last key). A block is present where any of its elements belongs
 do: the layout stores which elements a cut block has, and `attention` and `softmax` take no others. The host counts
 blocks by itself, from sizes and numbers; lengths, tokens and borders that are tensors only the device knows.
 
-With lengths, the last query is aligned with key lengths - 1; where a sequence has fewer keys than there are queries,
-the first query stands beside the first key.
+With lengths, query i stands at the position i + max(length - M, min(N - M, 0)): the last one beside key length - 1,
+unless a query of a square or wide matrix would stand in front of the first key.
 """
 
 from __future__ import annotations

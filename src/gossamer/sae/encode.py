@@ -13,6 +13,7 @@ from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
 from gossamer.rowsparse import CSR, ELL, DensityTracker, convert
 from gossamer.rowsparse.container import unchecked
+from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
@@ -361,7 +362,7 @@ def encode_backward(
         grad_b_dec = -grad_x.sum(0, dtype=threshold_dtype(grad_x.dtype)).to(b_dec.dtype)
     elif need_b_dec:
         # The same sum without the gradient of x: every row passes through the one W_enc.
-        grad_b_dec = -torch.mv(weight, sums.to(weight.dtype)).to(b_dec.dtype)
+        grad_b_dec = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]
     if not need_threshold:
         grad_threshold = None
     return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 7

@@ -10,6 +10,7 @@ from gossamer._core import autocast
 from gossamer._core.ops import refuse_second, register, undispatched
 from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density, DensityTracker
+from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae import decode_path
@@ -166,7 +167,7 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
             grad_weight = (grad_pre.t() @ inner).t() if by_latent else inner.t() @ grad_pre
         if need_b_dec:
             # Every row passes through the one W_enc: the sum over rows comes first.
-            grad_b_dec = -torch.mv(weight, sums.to(weight.dtype)).to(b_dec.dtype)
+            grad_b_dec = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]
     return (
         grad_x,
         grad_weight,

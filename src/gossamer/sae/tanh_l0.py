@@ -56,7 +56,7 @@ def _of_csr(rows: CSR, scale: Tensor) -> Tensor:
     values, indices, row_offsets, source = rows.packed
     held = torch.arange(len(values), device=values.device) < row_offsets[-1]
     inside = held & (indices >= 0) & (indices < rows.num_columns)
-    steep = scale[torch.where(inside, indices, 0)] if scale.numel() else values.to(scale.dtype)
+    steep = scale[torch.where(inside, indices, 0)] if scale.numel() else torch.zeros_like(values, dtype=scale.dtype)
     # A slot behind the last entry is never multiplied: it may be NaN, and 0 times NaN would reach gradients.
     entries = torch.tanh(torch.where(inside, values, 0) * steep)
     ones = scale.new_ones(rows.num_columns, 1)

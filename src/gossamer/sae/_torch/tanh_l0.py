@@ -37,4 +37,4 @@ def tanh_l0_bwd(
 def _at(values: Tensor, indices: Tensor, nnz: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     """(scale of each slot, whether it holds an entry of a row that fits its slots)"""
     held = (indices >= 0) & (torch.arange(values.shape[1]) < nnz[:, None]) & (nnz <= values.shape[1])[:, None]
-    return scale[torch.where(held, indices, 0)] if scale.numel() else values, held
+    return scale[torch.where(held, indices, 0)] if scale.numel() else torch.zeros_like(values), held
