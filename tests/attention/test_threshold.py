@@ -65,9 +65,9 @@ def test_slabs_stay_within_the_workspace(b: int, tq: int, tk: int, workspace: in
 
     if workspace == 0:
         with pytest.raises(ValueError, match="workspace must be at least") as error:
-            workspace_of("select", 1, tk, 1)
+            workspace_of("select", 1, tk)
         workspace = int(str(error.value).split("at least ")[1].split(" ")[0])
-    workspace = workspace_of("select", workspace, tk, 1)
+    workspace = workspace_of("select", workspace, tk)
     padded = -(-tq // 64) * 64
     plan = gpu.slab_plan(b, padded, tq, tk, True, 64, 2048, workspace, 1)
     assert plan[0].first == 0 and plan[-1].first + plan[-1].rows == b * padded

@@ -105,7 +105,8 @@ def test_more_entries_never_make_gathering_faster(m: int, gated: bool, hopper: A
     for size, by_rows in ((2, True), (2, False), (4, True)):
         hopper.element_size = lambda size=size: size
         cost = replace(costs.costs_of(5632, 2048, 2048, gated, hopper), by_rows=by_rows)
-        faster = [costs.dense_is_faster(m, cost, nnz) for nnz in range(0, 5633, 16)]
+        dense = min(costs.dense_seconds(m, cost).values())
+        faster = [dense < costs.sparse_seconds(m, cost, nnz) for nnz in range(0, 5633, 16)]
         assert faster == sorted(faster) and faster[-1]
         times = [costs.sparse_seconds(m, cost, 29.0, over / 10) for over in range(11)]
         assert times == sorted(times)
@@ -116,7 +117,6 @@ def test_rows_that_cannot_be_gathered_at_speed(hopper: Any) -> None:
     known = Known(Density(1000, 1, 1, 0, 1000), None)
     for sizes, gathers in (((999, 1000, 1000), False), ((1000, 1001, 1000), False), ((1000, 1000, 1000), True)):
         cost = costs.costs_of(*sizes, True, hopper)
-        assert costs.dense_is_faster(20_000, cost, 0.0) != gathers
         assert (costs.choose_path(known, 20_000, cost) == "gather") == gathers
 
 

@@ -13,7 +13,7 @@ from gossamer._core import tuning
 from gossamer.gemm import linear_glu_path, linear_pack_path
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gemm.md").read_text()
-SECTION = PAGE.partition("## Which way a call goes")[2].partition("\n## ")[0]
+SECTION = PAGE.partition("## The path of a call")[2].partition("\n## ")[0]
 ROWS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if "`" in line]
 CALLS = [row for row in ROWS if len(row) == 6]
 PATHS = {"linear_glu": linear_glu_path, "linear_pack": linear_pack_path}

@@ -24,19 +24,6 @@ def test_dense_transpose(
     assert not out.numel() or out.data_ptr() != x.data_ptr()
 
 
-@pytest.mark.kernels
-def test_what_is_not_wanted_is_left(device: torch.device) -> None:
-    from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
-
-    x, wanted = torch.randn(70, 130, device=device), torch.zeros(4, dtype=torch.int32, device=device)
-    out = torch.full((130, 70), 7.0, device=device)
-    launch_dense_transpose(x, out, False, wanted)
-    assert (out == 7).all()
-    wanted[0] = 3
-    launch_dense_transpose(x, out, False, wanted)
-    assert torch.equal(out, x.t())
-
-
 def test_its_gradient(device: torch.device) -> None:
     x = torch.randn(3, 5, device=device, requires_grad=True)
     weights = torch.randn(5, 3, device=device)

@@ -13,7 +13,7 @@ from gossamer._core import tuning
 from gossamer.sae import decode_path
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sae.md").read_text()
-SECTION = PAGE.partition("### Which way decode goes")[2].partition("\n## ")[0]
+SECTION = PAGE.partition("### The path of decode")[2].partition("\n## ")[0]
 ROWS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if "| `" in line]
 CALLS = [row for row in ROWS if len(row) == 6]
 

@@ -17,7 +17,7 @@ from gossamer.sae.encode_path import choose_path
 from tests.sae.dense import valued
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sae.md").read_text()
-SECTION = PAGE.partition("## Which way a call goes")[2].partition("\n## ")[0]
+SECTION = PAGE.partition("## The path of encode")[2].partition("\n## ")[0]
 ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("|")]
 CALLS = [row for row in ROWS if len(row) == 7 and row[1].replace(",", "").isdigit()]
 

@@ -1,8 +1,8 @@
-"""Calls that have been checked, so that host time, which is most of a small call, is spent on checks once.
+"""Results of earlier checks. Host time is most of a small call, so a function spends it on equal checks only once.
 
-What a public function checks, and much of what it chooses, follows from the shapes, dtypes and devices of its tensors
-and from its other arguments. Such a function has one `Checked`, keeps there what it found for a call, and finds it
-again when a call like it comes.
+The checks of a public function, and many of its choices, depend only on the shapes, dtypes and devices of its tensors
+and on its other arguments. A function keeps the result of its checks in one `Checked`, and a later call with the same
+key finds it there.
 """
 
 from typing import Any, Generic, TypeVar
@@ -18,11 +18,11 @@ Key = tuple[Any, ...]
 
 
 def key_of(operands: tuple[Any, ...], options: tuple[Any, ...] = (), sizes: tuple[Any, ...] = ()) -> Key | None:
-    """What checks of a call depend on. Of `sizes` 2.0 is another than 2, and True than 1.
+    """The properties of a call that its checks depend on. In `sizes` 2.0 differs from 2, and True from 1.
 
-    None where each call has to be checked: under `torch.compile`, in forward-mode differentiation and what torch.func
-    transforms, and where an operand is anything but None or a strided tensor or parameter. Callers make none under
-    autocast, which changes dtypes.
+    The key is None if every call has to be checked: under `torch.compile`, in forward-mode differentiation, in
+    transforms of torch.func, and if an operand is neither None nor a strided tensor or parameter. Callers make no key
+    under autocast, which changes dtypes.
     """
     if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transforms() is not None:
         return None
@@ -41,7 +41,7 @@ def key_of(operands: tuple[Any, ...], options: tuple[Any, ...] = (), sizes: tupl
 
 
 class Checked(Generic[Found]):
-    """What the checks of a function's calls have found, by `key_of`; as many as fit a bound."""
+    """Results of the checks of a function's calls, by `key_of`. Their number is bounded."""
 
     __slots__ = ("_found",)
     _MOST = 1024
@@ -50,17 +50,17 @@ class Checked(Generic[Found]):
         self._found: dict[Key, Found] = {}
 
     def get(self, key: Key | None) -> Found | None:
-        """What `keep` was given, or None."""
+        """The result that `keep` stored under this key, or None."""
         if key is None:
-            # Compiled code that had looked would be compiled anew whenever another call was kept.
+            # A look into the dict would make torch.compile compile anew whenever another call was kept.
             return None
         try:
             return self._found.get(key)
-        except TypeError:  # an argument that no call may have, such as a list: the checks that follow say which
+        except TypeError:  # an argument that cannot be hashed, a list for instance: the checks that follow name it
             return None
 
     def keep(self, key: Key | None, found: Found) -> None:
-        """Once nothing has raised; None is no key."""
+        """Stores the result of checks, after all checks have passed. None as a key stores nothing."""
         if key is None:
             return
         if len(self._found) >= self._MOST:

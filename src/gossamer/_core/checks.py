@@ -1,4 +1,4 @@
-"""Argument checks with one error style: operator, argument, rule, what arrived, and the way out."""
+"""Argument checks with one error style: operator, argument, rule, the given value, and the way out."""
 
 import math
 

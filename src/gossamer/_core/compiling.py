@@ -49,7 +49,7 @@ walking: set[int] = set()
 
 
 def _watched() -> bool:
-    """Whether hooks of saved tensors or a dispatch mode count what is done."""
+    """Whether hooks of saved tensors or a dispatch mode count operations."""
     hooks: Any = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None or torch._C._len_torch_dispatch_stack() > 0
 

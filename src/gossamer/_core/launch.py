@@ -34,10 +34,10 @@ def kernel(fn: Any = None, **options: Any) -> Any:
 class Kernel:
     """A function of `@triton.jit` or `@gluon.jit` whose constexpr parameters come last, in the order of `meta`.
 
-    A launch is repeated by what Triton compiles for: the dtypes of pointers, whether integers are 1, multiples of 16 or
-    beyond 32 bits, `meta` and options. To find that out takes some 2 us of the host, 0.5 us more than to look up a key
-    that somebody wrote down. Pointers that `do_not_specialize` or `do_not_specialize_on_alignment` names may stand
-    anywhere.
+    The key of a compiled launch holds the properties for which Triton compiles: the dtypes of pointers, whether
+    integers are 1, multiples of 16 or beyond 32 bits, `meta` and options. Making the key takes some 2 us of the host,
+    0.5 us more than looking up a key written by hand. Pointers that `do_not_specialize` or
+    `do_not_specialize_on_alignment` names may have any alignment.
     """
 
     def __init__(self, fn: Any) -> None:
@@ -60,19 +60,20 @@ class Kernel:
     ) -> "Bound | None":
         """Launches over `grid` on the current stream of the device that holds the first argument.
 
-        Returns the launch with all but its first `head` arguments bound, for callers that keep it; None where a
-        repetition has to come this way again (interpreter, pointers off 16 bytes that are specialised on that).
+        Returns the launch with all but its first `head` arguments bound, for callers that keep it. Returns None if a
+        repetition has to call the kernel again: in the interpreter, and for misaligned pointers on whose alignment
+        Triton specialises.
 
         `maxnreg` bounds a thread's registers on NVIDIA GPUs, where more programs at once matter more than a spill.
         With `launch_pdl` the kernel may start while the kernel before it on the stream drains (programmatic dependent
-        launch); it must then call `gdc_wait` before it reads what that kernel writes.
+        launch); it must then call `gdc_wait` before it reads the results of that kernel.
         """
         # A tensor descriptor names its tensor `base`.
         device = getattr(args[0], "base", args[0]).device.index
         pointers: list[Any] = []
         kinds: list[Any] = []
         bits = 0
-        # The cheapest questions first: whether something is a tensor takes longest where it is none.
+        # The cheapest tests first: `isinstance(arg, Tensor)` takes longest for arguments that are no tensors.
         for at, arg in enumerate(args):
             if type(arg) is int:
                 if at in self._loose:
@@ -125,20 +126,20 @@ class Kernel:
         return None if misaligned or not head else Bound(launch, grid, (*pointers[head:], *meta.values()), args[head:])
 
     def _keep(self, key: Hashable, compiled: Any) -> tuple[Any, tuple[Any, ...]]:
-        """What launches it from now on; to ask for `run` loads it, and builds its launcher where there is one."""
+        """The functions of later launches. Reading `run` loads the kernel, and builds its launcher if it has one."""
         # No launch metadata and no profiler hooks: the CUDA profilers see the kernel all the same.
         run = compiled.run
         self._compiled[key] = run, (compiled.function, compiled.packed_metadata, None, None, None)
         return self._compiled[key]
 
     def _compile(self, key: Hashable, device: int, args: Sequence[Any], options: dict[str, Any]) -> None:
-        """In a thread of its own, without a launch. What fails here fails again, and is told, when it is launched."""
+        """In a thread of its own, without a launch. A failing compilation fails again, and raises, at the launch."""
         torch.cuda.set_device(device)
         self._keep(key, self.fn.run(*args, grid=(1,), warmup=True, **options))
 
 
 class Tile(NamedTuple):
-    """How the work of a kernel is cut: sizes that it is compiled with, warps and stages, registers a thread at most."""
+    """The tile of a kernel: the sizes it is compiled with, warps and stages, and the most registers of a thread."""
 
     sizes: dict[str, int]
     warps: int = 4
@@ -147,7 +148,7 @@ class Tile(NamedTuple):
 
     @property
     def options(self) -> dict[str, Any]:
-        """What a launch takes beside the sizes."""
+        """The options of a launch beside the sizes."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
@@ -176,13 +177,13 @@ def _named(fn: Any, option: str) -> frozenset[int]:
 
 
 def _kind(arg: Any) -> Any:
-    """What decides how a kernel is compiled for an argument that is a tuple, a tensor descriptor, a float or a bool."""
+    """The part of a kernel's key for an argument that is a tuple, a tensor descriptor, a float or a bool."""
     if isinstance(arg, tuple):
         return tuple(map(_kind, arg))
     if isinstance(arg, Tensor):
         return arg.dtype, arg.data_ptr() % 16 == 0, _HIP and arg.untyped_storage().size() > _INT32
     if hasattr(arg, "block_shape"):
-        # One object for all of a kind, where whoever makes descriptors gives them one.
+        # One object for all descriptors of a kind, if their maker has set it.
         return vars(arg).get("kind") or (arg.base.dtype, *arg.block_shape, arg.layout)
     return arg if type(arg) is int else type(arg)
 
@@ -190,7 +191,7 @@ def _kind(arg: Any) -> Any:
 def in_graph_pool(device: torch.device) -> bool:
     """Whether memory that is allocated now may not outlive the call, because it comes from the pool of a CUDA graph.
 
-    That is so during capture, and in the eager run with which Inductor warms up for its own graphs.
+    The pool is in use during capture, and in the eager run with which Inductor warms up for its own graphs.
     """
     if device.type != "cuda":
         return True
@@ -212,9 +213,9 @@ def in_graph_pool(device: torch.device) -> bool:
 class Plan:
     """The launches of one shape on one stream, bound to all but their pointers, and memory that is theirs alone.
 
-    With `words` they signal through flags of their own, so that another operator's epochs cannot meet them: whoever
-    launches takes `lock`, and `epochs.next()` for each round, because two threads on one stream launch in the order of
-    their epochs. `addresses` are those of `memory`, None for what there is not.
+    With `words` the launches signal through flags of their own, so that another operator's epochs cannot meet them. A
+    caller takes `lock`, and `epochs.next()` for each round, because two threads on one stream launch in the order of
+    their epochs. `addresses` are the addresses of `memory`, with None for missing tensors.
     """
 
     __slots__ = ("addresses", "epochs", "flags", "launches", "lock", "memory")
@@ -226,8 +227,8 @@ class Plan:
 
 
 class Plans:
-    """What a function keeps to repeat calls: host time is most of a small one. Their number is bounded, for they may
-    hold device memory."""
+    """The plans that a function keeps to repeat calls: host time is most of a small call. The number of plans is
+    bounded, because a plan may hold device memory."""
 
     __slots__ = ("_kept",)
     _MOST = 64
@@ -246,8 +247,8 @@ class Plans:
     def keep(
         self, key: Hashable, device: torch.device, *launches: Any, words: int = 0, memory: Sequence[Any] = ()
     ) -> None:
-        """Makes a plan of launches, or what makes several, unless the first is None, which has to be repeated as it is,
-        or memory made now may not outlive the call."""
+        """Makes a plan of launches. Makes none if the first launch is None, because the kernel must be called again
+        each time, or if memory that is allocated now may not outlive the call."""
         if launches[0] is None or device.index != torch.cuda.current_device() or in_graph_pool(device):
             return
         if len(self._kept) >= self._MOST:
@@ -320,7 +321,7 @@ class Counters:
         if len(ahead) < self._AHEAD:
             block = torch.zeros(self._AHEAD, self._WORDS, dtype=torch.int32, device=device)
             ahead += block.unbind()
-            # For good: nobody tells when a graph is gone.
+            # Kept for good: no callback tells when a graph is freed.
             self._blocks.append(block)
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer = self._streams.get(key)
@@ -342,7 +343,7 @@ class Scratch:
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer = self._streams.get(key)
         if buffer is None or buffer.numel() < words:
-            # Plans keep the smaller ones: doubling bounds what they hold in all.
+            # Plans keep the smaller buffers: doubling bounds the memory of all of them.
             size = max(words, 0 if buffer is None else 2 * buffer.numel())
             buffer = self._streams[key] = torch.empty(size, dtype=torch.float32, device=device)
         return buffer

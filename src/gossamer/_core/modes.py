@@ -1,4 +1,4 @@
-"""What a module's mode is while a function uses it."""
+"""The mode of a module while a function uses it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,10 +1,10 @@
 """Registration of operators with PyTorch's dispatcher.
 
 Every operator is one `torch.library` schema with an implementation per device, so that eager code, `torch.compile`,
-CUDA graphs, autocast and `opcheck` all meet the same thing. `define` and `impl` are used instead of `custom_op` because
-they cost about half as much host time a call, which is what bounds a small operator. Gradients have a kernel of our own
-under the same dispatch key as `torch.library.register_autograd`'s, which walks the schema in every call and takes time
-with the square of the number of arguments: 100 us for 19 of them.
+CUDA graphs, autocast and `opcheck` all see the same operator. This file uses `define` and `impl` instead of
+`custom_op`, because they take about half the host time a call, and host time bounds a small operator. Gradients have a
+kernel of our own under the dispatch key of `torch.library.register_autograd`. PyTorch's kernel walks the schema in
+every call and takes time with the square of the number of arguments: 100 us for 19 of them.
 """
 
 import functools
@@ -27,10 +27,10 @@ if INTERPRET:
     os.environ["TRITON_INTERPRET"] = "1"
 
 _library = torch.library.Library(NAMESPACE, "FRAGMENT")
-# Of an operator, by device: what runs where gradients are off, and where they are on.
+# Of an operator, by device: the implementation where gradients are off, and the one where they are on.
 _ways: dict[Any, tuple[dict[str, Callable[..., Any]], dict[str, Callable[..., Any]]]] = {}
 _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
-# Looked up once: these are asked in every call.
+# Looked up once: every call asks these functions.
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
@@ -42,7 +42,7 @@ _inference = torch.is_inference_mode_enabled
 
 
 def _lazily(find: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """What `find` imports, which the first call asks it for: a CPU-only install never imports Triton."""
+    """The function that `find` imports at the first call: a CPU-only install never imports Triton."""
     target: Callable[..., Any] | None = None
 
     def call(*args: Any) -> Any:
@@ -55,7 +55,7 @@ def _lazily(find: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
 
 
 def _in_range(run: Callable[..., Any], path: Callable[..., str]) -> Callable[..., Any]:
-    """`run`, where a profiler looks in a range that has the name that `path` makes of its arguments."""
+    """`run`, under a profiler inside a range; `path` makes the range's name from the arguments."""
 
     def call(*args: Any) -> Any:
         if not watched():
@@ -71,7 +71,7 @@ def _namesake(cpu: Callable[..., Any]) -> Any:
 
 
 def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
-    """A CPU implementation's own products are no business of the caller's autocast: the public function has cast."""
+    """`function` without the caller's autocast on the CPU: the public function has cast its operands already."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -84,7 +84,7 @@ def _without_autocast(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _contiguous(run: Callable[..., Any], schema: Any, strided: tuple[str, ...]) -> Callable[..., Any]:
-    """`run`, a launcher, which gets every tensor contiguous but for those of `strided`, and those that it writes."""
+    """`run`, a launcher, with every tensor contiguous except the arguments in `strided` and the tensors it writes."""
     arguments = schema.arguments
     unknown = set(strided) - {argument.name for argument in arguments}
     assert not unknown, f"{schema.name} has no argument {', '.join(sorted(unknown))}"
@@ -142,12 +142,13 @@ def register(
 ) -> Any:
     """Registers `schema` ("name(Tensor x, ...) -> Tensor") and returns the operator's overload, ready to call.
 
-    `cpu` is the PyTorch implementation, in a room's `_torch`; `gpu` imports the Triton launcher and returns it, where
-    that is another one than the function of the same name in the file of the same name in `_triton`; `fake` gives
-    shapes and dtypes; `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position.
-    An operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses
-    to be differentiated. `path` makes of the operator's arguments the name of the way that the launcher goes, which a
-    profiler shows as a range: "room.function/path". Where none looks it is not called.
+    `cpu` is the PyTorch implementation, in a room's `_torch`. `gpu` imports the Triton launcher and returns it; without
+    `gpu` the launcher is the function of the same name in the file of the same name in `_triton`. `fake` gives shapes
+    and dtypes. `backward` and `setup_context` are as in `torch.library.register_autograd`, called by position. An
+    operator that is a step of a backward pass names its public function in `once_differentiable`, and then refuses to
+    be differentiated. `path` makes the name of the launcher's path from the operator's arguments. A profiler shows the
+    name as a range, "room.function/path"; without a profiler nothing calls `path`. `strided` names the tensors that the
+    launcher takes with any strides; all other tensors are made contiguous.
     """
     if once_differentiable is not None:
         setup_context, backward = functools.partial(_refuse, once_differentiable), _unreached
@@ -156,7 +157,7 @@ def register(
     _library.define(schema)
     operator = getattr(getattr(torch.ops, NAMESPACE), name).default
     launches = _lazily(gpu or functools.partial(_namesake, cpu))
-    # A profiler's calls go through the dispatcher; those that go past it need not be asked whether one looks.
+    # Calls under a profiler go through the dispatcher, so calls that go past it need not ask for a profiler.
     direct = _contiguous(launches, operator._schema, strided)
     launcher = direct if path is None else _contiguous(_in_range(launches, path), operator._schema, strided)
     for device, run in (("CPU", _without_autocast(launcher if INTERPRET else cpu)), ("CUDA", launcher)):
@@ -171,7 +172,7 @@ def register(
     _library.impl(name, _dispatched(operator, function), "Autograd", with_keyset=True)
     differentiable = {}
     for device, run in by_device.items():
-        # Where nobody listens, nothing needs what `Function.apply` does for the transforms of torch.func.
+        # Without transforms of torch.func, no call needs the work that `Function.apply` does for them.
         apply = super(torch.autograd.Function, function(run)).apply
         differentiable[device] = _direct(apply, run)
     _ways[operator] = by_device, differentiable
@@ -196,7 +197,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
     # The dispatcher leaves out trailing arguments that equal their defaults.
     defaults = tuple(argument.default_value for argument in operator._schema.arguments)
 
-    @functools.cache  # few: keys come from what kind of tensors a call has, and from who listens
+    @functools.cache  # few: keys come from the kinds of a call's tensors, and from the active modes
     def ways(keys: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_autograd_keyset
 
@@ -224,11 +225,11 @@ def _direct(apply: Callable[..., Any], run: Callable[..., Any]) -> Callable[...,
 
 
 def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
-    """What to call for plain tensors of `device` where autocast is off.
+    """The function to call for plain tensors of `device` where autocast is off.
 
-    That is the operator's own implementation, with its gradient where gradients are on, if nobody listens to PyTorch's
-    dispatcher (a mode, a transform, a tracer, a profiler), else the operator. The dispatcher takes some 3 of the 20 us
-    of a small operator, and more of one with a gradient.
+    If no mode, transform, tracer or profiler needs PyTorch's dispatcher, the function is the operator's own
+    implementation, with its gradient where gradients are on; else it is the operator. The dispatcher takes some 3 of
+    the 20 us of a small operator, and more of an operator with a gradient.
     """
     watched = (
         torch.compiler.is_compiling()
@@ -237,13 +238,13 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
         or _tracing_state() is not None
         or _profiler_enabled()
     )
-    # In inference mode nothing is recorded, whatever else is said about gradients.
+    # Inference mode records no gradients, also inside `torch.enable_grad`.
     recorded = torch.is_grad_enabled() and not _inference()
     return operator if watched else _ways[operator][recorded].get(device.type, operator)
 
 
 def needs_gradient(*operands: Any) -> bool:
-    """Whether what is made of these is to be differentiable; None needs none."""
+    """Whether a result of these operands has to be differentiable; None as an operand needs no gradient."""
     return torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
 
 
@@ -254,8 +255,8 @@ def undispatched(operator: Any, *tensors: torch.Tensor | None) -> Callable[..., 
     differentiable, device = torch.is_grad_enabled(), None
     for tensor in tensors:
         if tensor is not None:
-            # What has outlived a transform of torch.func looks plain, and the dispatcher unwraps it; so does a batch of
-            # gradients, which it takes apart.
+            # A tensor that has outlived a transform of torch.func looks plain, and the dispatcher unwraps it. A batch
+            # of gradients looks plain too, and the dispatcher takes it apart.
             if _is_batched(tensor) or (differentiable and _is_wrapped(tensor)):
                 return operator
             device = tensor.device

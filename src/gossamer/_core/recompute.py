@@ -1,4 +1,4 @@
-"""What a first run under gradient checkpointing used, kept for the run that computes it again.
+"""Values that a first run under gradient checkpointing used, kept for the run that computes it again.
 
 A module whose state moves from call to call (what it counts, steers by or knows of densities) has to compute again with
 the state of the first run, however many calls came between. `torch.utils.checkpoint(use_reentrant=False)` has one frame

@@ -164,7 +164,7 @@ def select_topk(
         causal,
         window,
         sinks,
-        workspace_of(operator, workspace, tk, granularity),
+        workspace_of(operator, workspace, tk),
         granularity,
     )
     detached = tuple(None if tensor is None else tensor.detach() for tensor in given)
@@ -223,7 +223,7 @@ def _check_kept(operator: str, window: int, sinks: int, least: int, granularity:
         )
 
 
-def workspace_of(operator: str, workspace: int | None, tk: int, granularity: int) -> int:
+def workspace_of(operator: str, workspace: int | None, tk: int) -> int:
     least = QUERIES * 2 * (-(-tk // 128) * 128)
     if workspace is None:
         return max(WORKSPACE, least)

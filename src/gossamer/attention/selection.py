@@ -105,11 +105,11 @@ class Selection:
         if mask.dim() not in (3, 4):
             raise ValueError(f"{operator}: mask must have shape [B, Tq, Tk] or [B, S, Tq, Tk], got {list(mask.shape)}.")
         mask = mask[:, None] if mask.dim() == 3 else mask
-        return cls(words_of_mask(mask.contiguous()), mask.shape[2])
+        return cls(words_of_mask(mask), mask.shape[2])
 
     def to_mask(self) -> Tensor:
         """Dense bool `[B, S, Tq, Tk]`."""
-        return mask_of_words(self.words.contiguous(), self.num_queries)
+        return mask_of_words(self.words, self.num_queries)
 
     @classmethod
     def from_indices(cls, indices: Tensor, num_keys: int, mask: Tensor | None = None) -> Selection:

@@ -48,7 +48,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
     if mask is not None:
         mask = _mask(x, mask)
     out = undispatched(_softmax, x.values)(
-        x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.elements, layout.batch,
+        x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.elements,
         *layout.size, float(scale),
     )  # fmt: skip
     return replace(x, values=out)
@@ -76,19 +76,19 @@ def _mask(x: BlockSparseTensor, mask: Tensor) -> Tensor:
 
 def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(output, inputs[2], inputs[3])
-    ctx.columns, ctx.scale = inputs[8], inputs[9]
+    ctx.columns, ctx.scale = inputs[7], inputs[8]
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     refuse_second(_NAME)
     out, row_offsets, row_indices = ctx.saved_tensors
     call = undispatched(_softmax_bwd, grad, out)
-    return call(grad, out, row_offsets, row_indices, ctx.columns, ctx.scale), *[None] * 9
+    return call(grad, out, row_offsets, row_indices, ctx.columns, ctx.scale), *[None] * 8
 
 
 _softmax = register(
     "blocksparse_softmax(Tensor values, Tensor? mask, Tensor row_offsets, Tensor row_indices, Tensor col_indices, "
-    "Tensor? elements, SymInt z, SymInt m, SymInt n, float scale) -> Tensor",
+    "Tensor? elements, SymInt m, SymInt n, float scale) -> Tensor",
     cpu=_cpu.softmax,
     strided=("mask",),
     fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),

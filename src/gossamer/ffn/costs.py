@@ -1,8 +1,8 @@
 """What the paths of a sparse feed-forward block cost, and which costs the least.
 
-A block that is sparse reads and multiplies its gate in any case, and its other weights by the entry. `dense_is_faster`
-compares that with a dense block, by rates that were measured once per family of GPUs, and by nothing else: the more
-entries, the sooner a dense block is faster.
+A sparse block reads and multiplies its whole gate, and the rows of its other weights that belong to entries.
+`choose_path` compares its time with that of a dense block. Both times come from rates that were measured once per
+family of GPUs, and from nothing else. The more entries there are, the sooner a dense block is faster.
 """
 
 from __future__ import annotations
@@ -133,12 +133,6 @@ def choose_path(known: Known | None, m: int, cost: Costs, eager: bool = False) -
         host = {**HOST, "dense": cost.products * HOST_PRODUCT}
         times = {path: max(time, host[path]) for path, time in times.items()}
     return min(times, key=times.__getitem__)
-
-
-def dense_is_faster(m: int, cost: Costs, nnz: float) -> bool:
-    """Whether a dense block takes less time on the device for m rows than gathering nnz entries of each; once it does,
-    it does so for any larger nnz."""
-    return not cost.gathers or min(dense_seconds(m, cost).values()) < sparse_seconds(m, cost, nnz)
 
 
 def dense_seconds(m: int, cost: Costs) -> dict[Path, float]:

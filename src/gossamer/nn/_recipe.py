@@ -1,15 +1,15 @@
-"""What brings `JumpReLUSAE` to its target: where it starts, what steers it, and who says that it misses.
+"""The recipe that brings `JumpReLUSAE` to its target: the start, the steering, and the warning if L0 misses it.
 
-Everything is in units of the input scale, in which an element of x has a variance of about 1. A direction that has
-learnt nothing sees a variance of about 1 then, and so does one number of bandwidth fit any data.
+All numbers are in units of the input scale, in which an element of x has a variance of about 1. An untrained direction
+then sees a variance of about 1 too, and one bandwidth fits any data.
 
 All thresholds have a factor in common, which follows L0 from one call to the next and keeps it at its target whatever
-the rate of the optimizer is. Where training wants other thresholds than that, the factor pulls at them for ever; so the
-weight of the penalty rises with the factor and falls with it, until training wants by itself what the target asks for.
+the rate of the optimizer is. If training pulls thresholds elsewhere, the factor pulls at them for ever. So the weight
+of the penalty rises with the factor and falls with it, until training by itself keeps L0 at the target.
 
-The penalty begins heavy, at several times what it costs not to explain an entry. It lifts the thresholds of latents
-that fire much, while the factor lowers all of them: so those that are silent come to fire. Lighter ones left half of
-the latents of small dictionaries dead.
+The penalty begins heavy, at several times the cost of an entry that is not explained. It lifts the thresholds of
+latents that fire much, while the factor lowers all thresholds: so silent latents come to fire. Lighter penalties left
+half of the latents of small dictionaries dead.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from torch import Tensor
 from gossamer.nn.median import geometric_median
 
 BANDWIDTH = 0.05
-"""Wider windows recovered no more of any dictionary, and while encoders are short they hold more latents than fire."""
+"""Wider windows recovered no more of any dictionary, and hold more latents than fire while encoders are short."""
 START = 8.0
-"""How many times its target L0 is where training starts, if that is not more than a quarter of the latents."""
+"""L0 at the start of training over the target, unless it would exceed a quarter of the latents."""
 WEIGHT, WEIGHT_TO_INPUT = 2.0, 0.1
 """Of the penalty, where 1 is the share of an entry in the squared error of a row of which nothing is explained; and
 where the penalty pulls at the encoder too, which a heavy one would silence."""
@@ -38,8 +38,8 @@ RATE = 0.05
 LEAST_THRESHOLD = 0.05
 
 CALLS, FACTOR, L0 = range(3)
-"""What the numbers of a state are: calls of loss; the logarithm of the thresholds' factor; and the L0 of the last call,
-which the next one acts upon, below 0 before there was any."""
+"""The numbers of a state: calls of loss; the logarithm of the thresholds' factor; and the L0 of the last call, which
+the next call acts upon, below 0 before the first call."""
 
 
 def fresh(dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
@@ -48,7 +48,7 @@ def fresh(dtype: torch.dtype, device: torch.device | str | None) -> Tensor:
 
 
 class Sample(NamedTuple):
-    """What a sample of x says, in its own units.
+    """Measurements of a sample of x, in its own units.
 
     Args:
         centre: `[d_in]`.
@@ -89,7 +89,7 @@ def input_scale(size: Tensor, d_in: int) -> Tensor:
 
 
 def wanted(calls: Tensor, target: float, start: float, warm_up: int) -> Tensor:
-    """L0 as it is to be at some call: from its start to its target in equal ratios."""
+    """The L0 to reach at some call: from the start to the target in equal ratios."""
     left = (1 - calls / warm_up).clamp(min=0)
     return target * (start / target) ** left
 
@@ -120,8 +120,8 @@ class Watch:
     PATIENCE, TOLERANCE, RATE, EVERY = 1000, 0.25, 0.2, 10
 
     def __init__(self, operator: str, target: float, warm_up: int) -> None:
-        """Within PATIENCE calls after the warm-up L0 is to be within TOLERANCE of its target. It looks at one call in
-        EVERY, of which its mean takes RATE: the others launch nothing for it."""
+        """Within PATIENCE calls after the warm-up L0 has to be within TOLERANCE of its target. The watch reads one call
+        in EVERY, of which its mean takes RATE; the other calls launch nothing for the watch."""
         self._operator, self._target, self._warm_up = operator, target, warm_up
         self._calls, self._said = 0, False
         self._mean: Tensor | None = None

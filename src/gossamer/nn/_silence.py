@@ -1,4 +1,4 @@
-"""What the host knows, without waiting for the device, about how long latents have been silent."""
+"""An upper bound, known to the host without waiting for the device, of how long latents have been silent."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class Silence:
     """Counts how long each latent has been silent, and keeps an upper bound of the longest.
 
     The counts grow by 1 a step at most. So a maximum that arrives from the device some steps late, plus these steps, is
-    a bound, and while it is small enough no latent can be dead. Whatever else changes the counts makes the host forget
-    what it knew: their version, or that they are another tensor, tells.
+    a bound, and while the bound is small enough no latent can be dead. Any other change of the counts makes the host
+    drop its bound: the tensor's version shows the change, or the counts are another tensor.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class Silence:
         return self._counts is not None and self._counts[0]() is steps and self._counts[1] == steps._version
 
     def _ask(self, steps: Tensor) -> None:
-        """Takes what has arrived, and asks again; one copy at a time is on its way."""
+        """Takes the maximum that has arrived, and starts the next copy; one copy at a time is on its way."""
         if self._copy is not None:
             value, event, age = self._copy
             if not event.query():
@@ -71,5 +71,6 @@ class Silence:
 
 
 def _is_recorded(steps: Tensor) -> bool:
-    """Whether what runs now will run again without this: a compiled region, or a graph, which leaves no version."""
+    """Whether the running code will run again without Python: in a compiled region, or in a graph, whose replays leave
+    the version as it is."""
     return torch.compiler.is_compiling() or (steps.is_cuda and torch.cuda.is_current_stream_capturing())

@@ -1,4 +1,4 @@
-"""What decoding keeps of a sequence: keys, values, and the keys that an indexer scores."""
+"""The cache of a sequence in decoding: keys, values, and the keys that an indexer scores."""
 
 from __future__ import annotations
 

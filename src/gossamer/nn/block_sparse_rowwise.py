@@ -29,7 +29,7 @@ ELEMENTWISE = (
     nn.Threshold,
     nn.Identity,
 )
-"""What works element by element: stored values are all it needs."""
+"""Modules that work element by element: they need the stored values alone."""
 
 
 class BlockSparseRowwise(nn.Module):
@@ -73,7 +73,7 @@ class BlockSparseRowwise(nn.Module):
             )
         module = self.module
         hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-        # Whoever has hooked to it, or made another class of it, is to see rows.
+        # A hook on the module, or a subclass of it, has to see rows.
         plain = not any(hooks)
         if plain and type(module) is nn.Linear:
             if layout is None and module.out_features != x.shape[-1]:

@@ -35,7 +35,7 @@ _SETTINGS: dict[type[Model], tuple[str, ...]] = {
         *("ste_to_input", "pre_act_coefficient", "dead_after", "warm_up", "initial_threshold"),
     ),
 }
-"""What only training needs and neither layout has a place for: it is written under the name of this package."""
+"""Settings that only training needs and that neither layout holds: they are written under this package's name."""
 
 _OWN: dict[type[Model], set[str]] = {
     TopKSAE: set(),
@@ -57,7 +57,7 @@ _SETTINGS_OF_SAE_LENS: dict[type[Model], dict[str, str]] = {
         "target_l0": "target_l0",
     },
 }
-"""What SAELens calls those of them that its trainable SAEs have too."""
+"""SAELens's names of the settings that its trainable SAEs have too."""
 
 
 def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
@@ -231,7 +231,7 @@ _Made = tuple[Callable[..., Model], dict[str, tuple[int, ...]]]
 
 
 def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
-    """What makes the module, and the tensors and shapes that it needs."""
+    """A function that makes the module, and the tensors and shapes that the module needs."""
     architecture, metadata = config.get("architecture"), config.get("metadata")
     for name, value in {**_NEUTRAL, "finetuning_scaling_factor": False}.items():
         if config.get(name, value) != value:
@@ -281,7 +281,7 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
     # As sparsify does it: b_dec is subtracted from what is reconstructed, and not from what something else is from.
     config["apply_b_dec_to_input"] = not transcode
     given = {"skip": skip} | _given(Transcoder, config)
-    # sparsify has one size for what goes in and comes out.
+    # sparsify has one size for the input and the output.
     d_out = given.pop("d_out", d_in) if transcode or skip else d_in
     wanted = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_enc": (d_sae,), "b_dec": (d_out,)}
     if transcode or skip:
@@ -292,7 +292,7 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
 
 
 def _given(kind: type[Model], metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """Of the settings that `save` wrote those that the module has: older files have fewer."""
+    """The settings that `save` wrote and the module has: older files have fewer."""
     found = (metadata or {}).get("gossamer") or {}
     return {name: found[name] for name in _SETTINGS[kind] if name in found}
 
@@ -321,7 +321,7 @@ def _sizes(operator: str, folder: Path, config: dict[str, Any], *names: str) -> 
 
 
 def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The module's state: what SAELens does to inputs and selections, in the weights."""
+    """The module's state: SAELens's steps on inputs and selections are folded into the weights."""
     tensors = dict(tensors)
     wide = {name: t.to(torch.promote_types(t.dtype, torch.float32)) for name, t in tensors.items()}
     if config.get("rescale_acts_by_decoder_norm", False):

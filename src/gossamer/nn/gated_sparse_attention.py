@@ -62,8 +62,8 @@ class Gate(nn.Module):
 class GatedSparseAttention(nn.Module):
     """Causal self-attention in which each query takes the keys that an indexer scores highest.
 
-    v is gated by a sigmoid of x before attention, and what attention returns by another after it. As long as a
-    sequence is no longer than the fewest keys that a query takes, attention is dense, and the indexer is not asked.
+    A sigmoid of x gates v before attention, and another sigmoid gates attention's result. As long as a sequence is no
+    longer than the fewest keys that a query takes, attention is dense, and the indexer does not run.
     Selecting has no gradient: the indexer learns by its own loss, `attention.indexer_loss`, or by a gradient straight
     through the selection.
 
@@ -77,7 +77,7 @@ class GatedSparseAttention(nn.Module):
         adaptive: None for k_base keys, or how their number follows from a query's scores: an `attention.AdaptiveK`, or
             the name of a rule. `"variance"` by name has to be calibrated: see `calibrate`. `"learned"` by name takes
             k_base keys until its network is trained: see `numbers_of_keys`.
-        value_gate, output_gate: whether there is such a gate.
+        value_gate, output_gate: whether the layer has this gate.
         rope_theta: base of the rotary embeddings.
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
         indexer_gradient: "none", or "straight_through" for the gradient that `attention.sparse_attention` gives the
@@ -256,19 +256,19 @@ class GatedSparseAttention(nn.Module):
     ) -> Tensor:
         """x `[B, T, hidden_size]` -> `[B, T, hidden_size]`.
 
-        attention_mask says what takes part: `[B, T]` which of x are tokens, anywhere, or `[B or 1, 1, T, T]` which keys
-        a query may take of those that it sees, which makes matrices of T by T. It is bool or whole, True and 1 taking
-        part, or added to scores, 0 taking part and any other number not.
+        attention_mask `[B, T]` marks the rows of x that are tokens, anywhere in the sequence. attention_mask
+        `[B or 1, 1, T, T]` marks the visible keys that a query may take; it makes matrices of T by T. A mask is bool
+        or whole, where True and 1 take part, or is added to scores, where 0 takes part and any other number does not.
 
-        position_ids int `[B, T]` or `[T]`, None for 0 to T - 1, or behind what is in the cache, turn the rotary
-        embeddings; what is visible is a matter of order. A given selection, of another layer for instance, is used
-        instead of the indexer's.
+        position_ids int `[B, T]` or `[T]` turn the rotary embeddings; None counts from 0, or on from the cache's
+        tokens. The order of tokens alone decides which keys are visible. A given selection, of another layer for
+        instance, takes the place of the indexer's.
 
-        lengths int `[B]` says how many of the T are tokens, where the rest pads x. What x holds where there is no token
-        is of no effect, and without a cache the result is 0 there.
+        lengths int `[B]` is the number of tokens of each sequence; the other rows of x are padding. The contents of
+        padding have no effect, and without a cache the result is 0 there.
 
-        With a cache, x are the next tokens of each sequence, which are added to it and see all that is in it. The
-        result is that of one call over the whole sequences. No gradients pass.
+        With a cache, x are the next tokens of each sequence. The call adds them to the cache, and they see all of its
+        tokens. The result equals one call over the whole sequences. No gradients pass.
         """
         check_positions(OPERATOR, position_ids, x)
         if attention_mask is not None and any(given is not None for given in (cache, lengths, selection)):
@@ -336,12 +336,12 @@ class GatedSparseAttention(nn.Module):
         index: tuple[Tensor, Tensor, Tensor],
         selection: attention.Selection | None,
     ) -> tuple[Tensor, Tensor | None]:
-        """What attention returns and the output's gate, of `_products`."""
+        """Attention's result and the output's gate, from `_products`."""
         q, k, v, gate = self._turn(y, cos, sin)
         return self.attend(q, k, v, index, selection), gate
 
     def finish(self, out: Tensor, gate: Tensor | None) -> Tensor:
-        """What attention returns, `[B, H, T, D]`, gated and projected: `[B, T, hidden_size]`."""
+        """Attention's result, `[B, H, T, D]`, gated and projected: `[B, T, hidden_size]`."""
         out = out.transpose(1, 2).flatten(2)
         if gate is not None:
             with span("gsa/output_gate"):
@@ -411,13 +411,13 @@ class GatedSparseAttention(nn.Module):
         cache: AttentionCache,
         new: Tensor | None,
     ) -> Tensor:
-        """Of `project`, what attention returns."""
+        """Attention's result for the tensors of `project`."""
         if needs_gradient(q, k, v):
             raise NotImplementedError(
                 f"{OPERATOR}: gradients with a cache are not implemented. Use torch.no_grad(), or no cache."
             )
         empty, tokens = cache.longest == 0, q.shape[2]
-        # What pads x stands behind all tokens, so that none of them sees it.
+        # Padding of x stands behind all tokens, so that no token sees it.
         lengths = cache.lengths + tokens
         cache.append(k, v, index[1], new)
         if empty:
@@ -503,7 +503,7 @@ class GatedSparseAttention(nn.Module):
         return y
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What the indexer scores by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""
+        """The indexer's inputs: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""
         of = self.indexer
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
@@ -517,7 +517,7 @@ class GatedSparseAttention(nn.Module):
 
     @torch.no_grad()
     def select(self, q: Tensor, k: Tensor, w: Tensor, lengths: Tensor | None = None) -> attention.Selection:
-        """The keys of each query, from what the indexer scores by; lengths as in `attention.select_topk`."""
+        """The keys of each query, from the indexer's inputs; lengths as in `attention.select_topk`."""
         if self.adaptive_k is not None and not self.adaptive_k.calibrated:
             raise ValueError(
                 f'{OPERATOR}: adaptive="variance" has to know the usual variance of scores. Call calibrate(x), load a '
@@ -558,7 +558,7 @@ def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
 
 
 def _padding(x: Tensor, lengths: Tensor) -> Tensor:
-    """bool `[B, T, 1]`: what stands behind the first lengths[b] tokens of x."""
+    """bool `[B, T, 1]`: the rows of x behind its first lengths[b] tokens."""
     checks.whole(OPERATOR, lengths=lengths)
     checks.shape(OPERATOR, "lengths", lengths, (x.shape[0],), "[B]", "like x")
     checks.same_device(OPERATOR, "x", x.device, lengths=lengths)

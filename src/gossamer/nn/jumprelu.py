@@ -199,7 +199,7 @@ class JumpReLUSAE(SparseAutoencoder):
         return (self.scaled_b_enc, self.scaled_b_dec) if self.steered else (self.b_enc, self.b_dec)
 
     def encode(self, x: Tensor) -> ELL:
-        """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
+        """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts firings."""
         self._check(x)
         return self._as_first(lambda: self._encode_in_units_of_x(x))
 

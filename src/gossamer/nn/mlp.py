@@ -41,12 +41,12 @@ class _Sparse(nn.Module):
 
     @property
     def density(self) -> BlockTracker:
-        """What `method="auto"` follows."""
+        """The tracker that `method="auto"` follows."""
         return self.sparse_block.density
 
     @property
     def last_path(self) -> str | None:
-        """The path last taken of those that `ffn.gated` names, or None before there was a call without gradients."""
+        """The path of the last call, by its name in `ffn.gated`; None before the first call without gradients."""
         return self.sparse_block.last_path
 
     def _sparse(
@@ -76,7 +76,7 @@ class GatedMLP(_Sparse):
 
     Args:
         hidden_size: of x and of the result.
-        intermediate_size: of what lies between.
+        intermediate_size: number of neurons.
         activation: of the gate, as in `gemm.linear_glu`.
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,

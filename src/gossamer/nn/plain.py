@@ -51,7 +51,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def plain_inference(x: Tensor) -> bool:
-    """Whether nothing differentiates, casts, maps or traces what is made of x."""
+    """Whether no gradient, autocast, torch.func transform or tracer sees the operations on x."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast.enabled(x.device):
         return False
     watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None

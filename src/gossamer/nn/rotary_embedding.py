@@ -15,7 +15,7 @@ KEPT_ANGLES = 1 << 21
 
 
 def _place(tensor: Tensor) -> tuple[torch.device, Any]:
-    """Where what is made now belongs: another stream would not wait for it."""
+    """The stream to which a tensor made now belongs: another stream would not wait for it."""
     return tensor.device, torch.cuda.current_stream(tensor.device) if tensor.is_cuda else None
 
 
@@ -53,7 +53,7 @@ class RotaryEmbedding(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is kept stays here: it belongs to a stream, and a copy makes its own."""
+        """The kept tables stay with this module: they belong to a stream, and a copy makes its own."""
         return {**self.__dict__, "_first": None, "_kept": None}
 
     def _frequencies(self, device: torch.device | str | None) -> Tensor:
@@ -85,7 +85,7 @@ class RotaryEmbedding(nn.Module):
 
     def _wide(self, positions: Tensor) -> Tensor:
         """The frequencies in float32, kept, for four small kernels make them."""
-        # What a graph makes is there only when it is replayed.
+        # A tensor that a graph makes has its values only after a replay.
         if torch.compiler.is_compiling() or type(positions) is not Tensor or checks.capturing():
             return self._frequencies(positions.device)
         key, kept = (self.head_dim, self.theta, *_place(positions)), self._kept

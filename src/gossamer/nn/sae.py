@@ -119,7 +119,7 @@ class SparseAutoencoder(torch.nn.Module):
         return torch.promote_types(self.W_dec.dtype, torch.float32)
 
     def encode(self, x: Tensor) -> ELL:
-        """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts what fires."""
+        """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts firings."""
         self._check(x)
         return self._encode(x)[0]
 
@@ -406,7 +406,7 @@ class TopKSAE(Reviving):
         d_in: size of the vectors to encode.
         d_sae: number of latents.
         k: latents to keep per row.
-        aux_coefficient: weight of the loss that lets dead latents explain what the others leave over; 0: none.
+        aux_coefficient: weight of the loss that lets dead latents explain the error of the others; 0: none.
         aux_k: how many dead latents a row takes for that; None is half of d_in. They are chosen among the d_in, or
             2 * aux_k, that have been silent longest, so that no size depends on how many are dead.
         dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
@@ -453,7 +453,7 @@ class BatchTopKSAE(Reviving):
     """A sparse autoencoder that keeps the k * M largest latents of a batch of M rows: k on average, as rows need them.
 
     In training mode a batch competes for its k * M entries, and a running mean follows the smallest value that gets
-    one. In evaluation mode that mean is a threshold, and what a row keeps does not depend on the others.
+    one. In evaluation mode that mean is a threshold, and a row's entries do not depend on other rows.
 
     Initialisation and dtypes are those of `TopKSAE`, but the encoder begins at 0.4 times the decoder. At 1 the rows
     with the largest norms take all entries of an untrained batch, which then explain these rows several times over, and
@@ -464,7 +464,7 @@ class BatchTopKSAE(Reviving):
         d_sae: number of latents.
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
-        capacity: slots per row of what `encode` returns, as in `sae.encode`. Rows beyond it stay exact but cost as much
+        capacity: slots per row of the result of `encode`, as in `sae.encode`. Rows beyond it stay exact but cost as much
             as dense. `loss` encodes to a CSR in training, unless sharded, which needs none. With None `forward` takes
             up to twice the usual number in evaluation mode, where earlier rows would have filled that.
         aux_coefficient: as in `TopKSAE`. Beside the gradients that Adam remembers of a latent, 1/32 has no effect.

@@ -69,7 +69,7 @@ class Transcoder(Reviving):
         """Nothing: b_dec is of the other space."""
 
     def decode(self, rows: Rows) -> Tensor:
-        """Latents `(..., d_sae)` -> what they add to the output, and b_dec: `[..., d_out]`, without the skip."""
+        """Latents `(..., d_sae)` -> their sum of decoder rows and b_dec, `[..., d_out]`, without the skip."""
         return super().decode(rows)
 
     def forward(self, x: Tensor) -> Tensor:

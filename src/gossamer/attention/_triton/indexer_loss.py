@@ -119,7 +119,7 @@ def slopes(g, u, w, NI: tl.constexpr, M: tl.constexpr):
 
 
 @triton.jit
-def begin_list(lists_ptr, counts_ptr, batch, first, T, capacity, M: tl.constexpr):
+def begin_list(lists_ptr, counts_ptr, batch, first, capacity, M: tl.constexpr):
     """(the list of a program of M queries, its number of keys, the queries' places in their group, the queries)."""
     listed = (tl.program_id(0) * M // 64).to(tl.int64) * tl.num_programs(1) + batch
     place = tl.program_id(0) * M % 64 + tl.arange(0, M)
@@ -136,7 +136,7 @@ def _indexer_lse_kernel(
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
-    lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, T, capacity, M)
+    lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, capacity, M)
     qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, query < T, T, HEADS, DI)
     total = tl.zeros([M], tl.float32)
     for start in range(0, count, BLOCK_N):
@@ -162,7 +162,7 @@ def _indexer_rows_kernel(
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
-    lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, T, capacity, M)
+    lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, capacity, M)
     lse_idx, active = takes_keys(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H)
     qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS, DI)
     loss = tl.zeros([M], tl.float32)

@@ -14,7 +14,6 @@ def softmax(
     row_indices: Tensor,
     col_indices: Tensor,
     elements: Tensor | None,
-    z: int,
     m: int,
     n: int,
     scale: float,

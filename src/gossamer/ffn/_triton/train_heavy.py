@@ -34,8 +34,7 @@ def tile_dot(a, b, acc, DOT: tl.constexpr):
 
 
 @triton.jit
-def along(acc, a_rows, b_columns, step_a, step_b, length, valid, inside, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-          DOT: tl.constexpr):  # fmt: skip
+def along(acc, a_rows, b_columns, step_a, step_b, length, valid, inside, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
     """acc and the product over an inner dimension of two tiles, [BLOCK, 1] and [1, BLOCK] pointers, whose elements are
     step_a and step_b apart: float32 [BLOCK, BLOCK]."""
     for first in range(0, length, BLOCK_K):
@@ -52,7 +51,7 @@ def gate_tile(x_rows, gate_ptr, bias_ptr, threshold_ptr, n, K, valid, inside, BL
               BLOCK_K: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
     """(pre-activations, rounded as they are where entries are packed; which are active) of a tile."""
     acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), gate_ptr + n.to(tl.int64)[None, :] * K
-    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK, BLOCK_K, DOT)
+    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK_K, DOT)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     z = acc.to(x_rows.dtype.element_ty)
@@ -69,7 +68,7 @@ def up_tile(x_rows, up_ptr, bias_ptr, n, K, valid, inside, BLOCK: tl.constexpr, 
             DOT: tl.constexpr):  # fmt: skip
     """The up projection, rounded."""
     acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), up_ptr + n.to(tl.int64)[None, :] * K
-    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK, BLOCK_K, DOT)
+    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK_K, DOT)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     return acc.to(x_rows.dtype.element_ty)
@@ -143,7 +142,7 @@ def _ffn_train_heavy_fwd_kernel(
             inside = d < D
             h_rows = hidden_ptr + place.to(tl.int64)[:, None] * N
             acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-            acc = along(acc, h_rows, down_ptr + d[None, :], 1, D, N, valid, inside, BLOCK, BLOCK_K, DOT)
+            acc = along(acc, h_rows, down_ptr + d[None, :], 1, D, N, valid, inside, BLOCK_K, DOT)
             if down_bias_ptr is not None:
                 acc += tl.load(down_bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
             tl.store(out_ptr + row[:, None] * D + d[None, :], acc, mask=valid[:, None] & inside[None, :])
@@ -177,7 +176,7 @@ def hidden_grad_tile(
     mask = valid[:, None] & inside[None, :]
     size = tl.cast(R, tl.int64) * N
     grad, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), down_ptr + n.to(tl.int64)[None, :] * D
-    grad = along(grad, grad_ptr + row[:, None] * D, w_rows, 1, 1, D, valid, inside, BLOCK, BLOCK_K, DOT)
+    grad = along(grad, grad_ptr + row[:, None] * D, w_rows, 1, 1, D, valid, inside, BLOCK_K, DOT)
     gate = tl.where(active, z.to(tl.float32), 0.0)
     hidden = gate * gate if SQUARED else gate
     slope = 2 * gate if SQUARED else tl.zeros([BLOCK, BLOCK], tl.float32) + 1
@@ -299,9 +298,9 @@ def _ffn_train_heavy_bwd_kernel(
                 k = tile_k * BLOCK + tl.arange(0, BLOCK)
                 rows = kept_ptr + size + place.to(tl.int64)[:, None] * N
                 acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-                acc = along(acc, rows, gate_ptr + k[None, :], 1, K, N, valid, k < K, BLOCK, BLOCK_K, DOT)
+                acc = along(acc, rows, gate_ptr + k[None, :], 1, K, N, valid, k < K, BLOCK_K, DOT)
                 if up_ptr is not None:
-                    acc = along(acc, rows + size, up_ptr + k[None, :], 1, K, N, valid, k < K, BLOCK, BLOCK_K, DOT)
+                    acc = along(acc, rows + size, up_ptr + k[None, :], 1, K, N, valid, k < K, BLOCK_K, DOT)
                 tl.store(dx_ptr + row[:, None] * K + k[None, :], acc, mask=valid[:, None] & (k < K)[None, :])
             number = next_tile(words_ptr)
         begin = end

@@ -8,28 +8,22 @@ from gossamer._core import launch, tuning
 
 
 @launch.kernel
-def _dense_transpose_kernel(
-    x_ptr, out_ptr, wanted_ptr, M, N, stride_m, BLOCK: tl.constexpr, BESIDE: tl.constexpr
-):  # fmt: skip
-    """Program (tile), along the rows first: a tile in, its transpose out, both in lines of BLOCK elements; nothing
-    where `wanted_ptr` is 0. With BESIDE the kernel before it may still run; it ends after that, so that what waits for
-    this one waits for both."""
+def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr, BESIDE: tl.constexpr):
+    """Program (tile), along the rows first: a tile in, its transpose out, both in lines of BLOCK elements. With BESIDE
+    the kernel before it may still run; this kernel ends after that one, so that a launch that waits for this kernel
+    waits for both."""
     if BESIDE:
         gdc_launch_dependents()
-    wanted = True
-    if wanted_ptr is not None:
-        wanted = tl.load(wanted_ptr) != 0
-    if wanted:
-        across = tl.cdiv(N, BLOCK)
-        rows = (tl.program_id(0) // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        columns = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-        tile = tl.load(
-            x_ptr + rows[:, None] * stride_m + columns[None, :],
-            mask=(rows[:, None] < M) & (columns[None, :] < N),
-            other=0.0,
-        )
-        mask = (columns[:, None] < N) & (rows[None, :] < M)
-        tl.store(out_ptr + columns[:, None] * M + rows[None, :], tl.trans(tile), mask=mask)
+    across = tl.cdiv(N, BLOCK)
+    rows = (tl.program_id(0) // across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    columns = (tl.program_id(0) % across).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    tile = tl.load(
+        x_ptr + rows[:, None] * stride_m + columns[None, :],
+        mask=(rows[:, None] < M) & (columns[None, :] < N),
+        other=0.0,
+    )
+    mask = (columns[:, None] < N) & (rows[None, :] < M)
+    tl.store(out_ptr + columns[:, None] * M + rows[None, :], tl.trans(tile), mask=mask)
     if BESIDE:
         gdc_wait()
 
@@ -45,15 +39,15 @@ def dense_transpose(x: Tensor) -> Tensor:
     return out
 
 
-def launch_dense_transpose(x: Tensor, out: Tensor, beside: bool, wanted: Tensor | None = None) -> launch.Bound | None:
-    """Fills out, [N, M], with x.t(), x with contiguous rows; not where the first of `wanted`, int32, is 0. With
-    `beside`, while the kernel launched last runs: that must let others begin, be launched after the end of all before
-    it, and write neither x nor out, nor read out. Returns the launch, bound to all but the two pointers."""
+def launch_dense_transpose(x: Tensor, out: Tensor, beside: bool) -> launch.Bound | None:
+    """Fills out, [N, M], with x.t(), x with contiguous rows. With `beside`, the copy runs while the kernel launched
+    last runs: that kernel must let others begin, be launched after the end of all before it, and write neither x nor
+    out, nor read out. Returns the launch, bound to all but the two pointers."""
     m, n = x.shape
     tiles = launch.cdiv(m, 64) * launch.cdiv(n, 64)
     beside = beside and tuning.dependent_launch(x.device)
     meta = {"BLOCK": 64, "BESIDE": beside}
-    args = (x, out, wanted, m, n, x.stride(0))
+    args = (x, out, m, n, x.stride(0))
     return _dense_transpose_kernel((tiles, 1, 1), args, meta, num_warps=4, launch_pdl=beside, head=2)
 
 

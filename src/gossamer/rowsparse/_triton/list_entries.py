@@ -186,7 +186,7 @@ def write_entries(
 
 
 @triton.jit
-def clear_slots(values_ptr, indices_ptr, rows, counts, M, room, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def clear_slots(values_ptr, indices_ptr, rows, counts, M, room, BLOCK: tl.constexpr):
     """Marks the slots behind the entries of rows that have `room` slots each."""
     for first in range(tl.min(tl.where(rows < M, counts, room), axis=0), room, BLOCK):
         slots = first + tl.arange(0, BLOCK)
@@ -250,7 +250,7 @@ def _list_entries_kernel(
     if part == pieces - 1:
         if starts_ptr is None:
             counts += base.to(tl.int32)
-            clear_slots(values_ptr, indices_ptr, rows, counts, M, room, ROWS, 1024 // ROWS)
+            clear_slots(values_ptr, indices_ptr, rows, counts, M, room, 1024 // ROWS)
         elif pieces > 1:
             before = tl.zeros([], tl.int64)
             if pid >= pieces:
@@ -306,9 +306,7 @@ def list_entries(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return values, indices, *_fill(x, values, indices, None, None)
 
 
-def _fill(
-    x: Tensor, values: Tensor, indices: Tensor, limit: Limit | None, l0: Tensor | None
-) -> tuple[Tensor, Tensor]:
+def _fill(x: Tensor, values: Tensor, indices: Tensor, limit: Limit | None, l0: Tensor | None) -> tuple[Tensor, Tensor]:
     """(starts, counts) of the entries that it writes: those of x, or with a limit those that it keeps. `l0` (float32
     `[M]`, zeros) gets how many entries of each row exceed its threshold."""
     make = torch.empty if x.numel() else torch.zeros

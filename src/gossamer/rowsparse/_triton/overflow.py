@@ -279,7 +279,7 @@ def weight_tile(element_size: int) -> launch.Tile:
 def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tensor) -> None:
     """Adds source.T @ grad over the rows that overflowed to `out` [N, D]. Of the source counts what lies where `mask`
     [M, N] differs from 0, if there is one."""
-    source, grad = rows_contiguous(rows.source), grad.contiguous()
+    source = rows_contiguous(rows.source)
     mask = None if mask is None else rows_contiguous(mask)
     strides = source.stride(0), 0 if mask is None else mask.stride(0)
     (m, n), d = source.shape, grad.shape[1]
