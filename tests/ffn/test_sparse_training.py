@@ -15,8 +15,11 @@ from gossamer._core.ops import INTERPRET
 from gossamer.ffn import training
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.testing import assert_close
-from tests.ffn.dense import SMALL, dense, operands
+from tests.ffn.dense import SMALL as LARGER
+from tests.ffn.dense import dense, operands
 
+SMALL = (20, 16, 70, 12) if INTERPRET else LARGER
+"""M, K, N, D. The interpreter takes seconds for each of a call's ten kernels."""
 BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
@@ -91,10 +94,11 @@ def test_odd_sizes(
 
 
 def test_dense_rows_and_dense_neurons(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
-    a, grad = drawn((140, 24, 300, 40), dtype, device, generator, 3.0)
+    m, n = (40, 80) if INTERPRET else (140, 300)
+    a, grad = drawn((m, 24, n, 40), dtype, device, generator, 3.0)
     a["x"][:, 0], a["gate"][:, 0] = 0, 1
-    a["x"][[3, 17, 18, 139], 0] = 8
-    a["gate_bias"][[5, 250]] = 9.0
+    a["x"][[3, 17, 18, m - 1], 0] = 8
+    a["gate_bias"][[5, n - 50]] = 9.0
     a["x"][20] = 0
     check(a, grad)
 
@@ -146,7 +150,8 @@ def test_rows_in_no_list(
 @pytest.mark.parametrize("gated", [True, False])
 def test_penalty_and_counts(gated: bool, device: torch.device, generator: torch.Generator) -> None:
     """The L1 penalty is the sum over neurons and the mean over rows, heavy rows included, and has its gradient."""
-    a, grad = drawn((41, 24, 70, 20), torch.float32, device, generator, 1.0)
+    m = 20 if INTERPRET else 41
+    a, grad = drawn((m, 24, 70, 20), torch.float32, device, generator, 1.0)
     a = taken(a, gated)
     for limit in (300, 6):
         ours, wide = leaves(a), leaves(a, torch.float64)
@@ -156,7 +161,7 @@ def test_penalty_and_counts(gated: bool, device: torch.device, generator: torch.
         active = hidden > 0
         if gated:
             hidden = hidden * (wide["x"] @ wide["up"].t() + wide["up_bias"])
-        exact = hidden.abs().sum() / 41
+        exact = hidden.abs().sum() / m
         assert nnz.tolist() == active.sum(1).tolist() and fired.tolist() == active.sum(0).tolist()
         torch.testing.assert_close(l1.double(), exact.detach(), rtol=1e-6, atol=1e-6)
         for scale, of_out in ((3.0, 1.0), (2.0, 0.0)):
@@ -169,9 +174,9 @@ def test_penalty_and_counts(gated: bool, device: torch.device, generator: torch.
                 torch.testing.assert_close(result.double(), exactly, rtol=2e-5, atol=2e-5, msg=name)
 
 
-@hypothesis.settings(max_examples=12)
+@hypothesis.settings(max_examples=3 if INTERPRET else 12)
 @hypothesis.given(
-    m=st.integers(1, 70), n=st.integers(1, 300), k=st.integers(1, 20),
+    m=st.integers(1, 20 if INTERPRET else 70), n=st.integers(1, 70 if INTERPRET else 300), k=st.integers(1, 20),
     shift=st.sampled_from([-9.0, 0.0, 0.5, 1.5, 9.0]),
     seed=st.integers(0, 99),
 )  # fmt: skip
