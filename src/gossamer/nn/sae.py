@@ -464,8 +464,8 @@ class BatchTopKSAE(Reviving):
         d_sae: number of latents.
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
-        capacity: slots per row of the result of `encode`, as in `sae.encode`. Rows beyond it stay exact but cost as
-            much as dense. `loss` encodes to a CSR in training, unless sharded, which needs none. With None `forward` takes
+        capacity: slots per row of `encode`'s result, as in `sae.encode`. Rows beyond it stay exact but cost as much
+            as dense. `loss` encodes to a CSR in training, unless sharded, which needs none. With None `forward` takes
             up to twice the usual number in evaluation mode, where earlier rows would have filled that.
         aux_coefficient: as in `TopKSAE`. Beside the gradients that Adam remembers of a latent, 1/32 has no effect.
         aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
