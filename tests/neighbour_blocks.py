@@ -17,7 +17,7 @@ def _layout(case: Case, batch: tuple[int, ...], share: float | None = None) -> b
     size = tuple(max(n * e - case.pick(0, 0, 1, 9), 0) for n, e in zip((rows, cols), block))
     mask = case.chance(*batch, rows, cols, share=case.pick(0.0, 0.5, 1.0) if share is None else share)
     capacity = max(int(mask.sum()) + case.pick(0, 0, 3), 1)
-    return blocksparse.Layout.from_mask(mask, block, size=size, capacity=capacity)  # type: ignore[arg-type]
+    return blocksparse.Layout.from_mask(mask, block, size=size, capacity=capacity)
 
 
 def _blocks(case: Case, name: str, layout: blocksparse.Layout, x: Tensor | None = None) -> None:
