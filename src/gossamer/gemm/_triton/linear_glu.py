@@ -17,7 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu_path import FEW, choose_path
 
 BYTES = 1 << 28
@@ -308,13 +307,14 @@ def _launch_separate(
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x @ weight.T + bias, rounded once: a sum that is near 0 keeps its sign, by which ReLU passes gradients."""
+    """out = x @ weight.T + bias. With a bias of the dtype of x the sum is rounded once: near 0 it keeps its sign, by
+    which ReLU passes gradients."""
     if bias is None:
         torch.mm(x, weight.t(), out=out)
     elif bias.dtype is x.dtype:
         torch.addmm(bias, x, weight.t(), out=out)
     else:
-        out.copy_(linear(x, weight, bias))
+        out.copy_(torch.mm(x, weight.t()) + bias)
 
 
 def launch_glu_bwd(
