@@ -1,4 +1,4 @@
-"""What the paths of a sparse feed-forward block cost, and which costs the least.
+"""The costs of the paths of a sparse feed-forward block, and the choice of the cheapest.
 
 A sparse block reads and multiplies its whole gate, and the rows of its other weights that belong to entries.
 `choose_path` compares its time with that of a dense block. Both times come from rates that were measured once per

@@ -37,7 +37,7 @@ SAMPLE = 256
 
 
 class Sizes(NamedTuple):
-    """What the operator takes beside tensors."""
+    """The arguments of the operator beside tensors."""
 
     limit: int
     room: int

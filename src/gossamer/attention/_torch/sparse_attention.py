@@ -123,7 +123,7 @@ def logits_gradient(
 
 
 def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """What a softmax's gradient subtracts, [B, H, Tq]; 0 for a query that takes no key."""
+    """The term that a softmax's gradient subtracts, [B, H, Tq]; 0 for a query that takes no key."""
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if grad_lse is not None:
         delta -= grad_lse

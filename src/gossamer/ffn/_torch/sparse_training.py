@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     down_bias: Tensor | None
 
     def gate(self, rows: slice | Tensor) -> Tensor:
-        """What the activation lets through of some rows, not squared yet."""
+        """The entries of some rows that the activation lets through, not squared yet."""
         z = linear(self.x[rows], self.gate_weight, self.gate_bias)
         return torch.relu_(z) if self.threshold is None else activate_(z, self.threshold)
 

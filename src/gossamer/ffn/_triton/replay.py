@@ -28,7 +28,7 @@ class Launched(NamedTuple):
 
 
 class Call(NamedTuple):
-    """What identifies a call: `key` of all that launches follow from; pointers of its operands, and these united bit by
+    """The identity of a call: `key` of all that launches follow from; pointers of its operands, and these united bit by
     bit."""
 
     key: Hashable

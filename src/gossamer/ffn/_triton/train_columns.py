@@ -194,7 +194,7 @@ WIDE = {"BLOCK_E": 64, "BLOCK_K": 64}
 
 
 class _Weights(NamedTuple):
-    """What the two launches over neurons share."""
+    """The arguments that the two launches over neurons share."""
 
     lists: ColumnLists
     first: Tensor

@@ -101,7 +101,8 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
         check: `[..., d_in]` activations to run before and after, without the error term, or None.
 
     Returns:
-        What is accelerated, what is left and why, and the check. `print` it. An SAE that is patched already stays so,
+        A report of the accelerated parts, the parts left alone and why, and the check. `print` it.
+        An SAE that is patched already stays so,
         with a warning, and the report is that of before, with a new check where one is asked for.
 
     Raises:
