@@ -22,7 +22,8 @@ from gossamer.ffn._triton import sparse_training, train_columns, train_rows
 from gossamer.ffn._triton.entry_lists import Weights, column_lists
 from gossamer.ffn._triton.train_columns import ColumnTile
 from gossamer.ffn._triton.train_rows import RowTile, UpTile
-from gossamer.gemm.linear_pack import _linear_pack
+from gossamer.gemm.linear_pack import linear_pack_operator
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse.matmul import matmul_operator, sampled_operator
 from gossamer.rowsparse.transpose import transpose_keys
 
@@ -93,9 +94,8 @@ class Operands:
 
     def by_hand(self) -> Tensor:
         """The operators of `rowsparse`."""
-        values, indices, counts, _ = _linear_pack(
-            self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False
-        )
+        call = LinearPack(self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False)
+        values, indices, counts, _ = linear_pack_operator(call)
         if self.up is not None:
             values = values * sampled_operator(self.x, self.up, indices, counts, None, False, True, None)[0]
         return matmul_operator(values, indices, counts, None, self.down, None, None)
