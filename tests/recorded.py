@@ -1,7 +1,7 @@
 """Calls of every operator of the library with the arguments that the public functions give it, recorded once.
 
-The CPU's implementations run while calls are recorded, and tensors move to a GPU afterwards: a GPU would compile kernels
-for all scenarios first. Kernels in the interpreter take minutes, so that a process of its own records there.
+The CPU's implementations run while calls are recorded, and tensors move to a GPU afterwards: a GPU would compile
+kernels for all scenarios first. Kernels in the interpreter take minutes, so that a process of its own records there.
 """
 
 import functools

@@ -22,6 +22,7 @@ from gossamer.ffn._triton import sparse_training, train_columns, train_rows
 from gossamer.ffn._triton.entry_lists import Weights, column_lists
 from gossamer.ffn._triton.train_columns import ColumnTile
 from gossamer.ffn._triton.train_rows import RowTile, UpTile
+from gossamer.ffn.records import SparseTraining, SparseTrainingBwd
 from gossamer.gemm.linear_pack import linear_pack_operator
 from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse.matmul import matmul_operator, sampled_operator
@@ -107,8 +108,12 @@ class Operands:
     def lists(self) -> tuple[Tensor, ...]:
         options = (False, self.limit, sparse_training.room_for(self.room))
         with torch.no_grad():
-            out, _, _, _, *kept = sparse_training.sparse_training(*self.operands, None, *options, self.slots)
-            dx, gate, up, down, _ = sparse_training.sparse_training_bwd(self.grad, None, *self.operands, *kept, False)
+            out, _, _, _, *kept = sparse_training.sparse_training(
+                SparseTraining(*self.operands, None, *options, self.slots)
+            )
+            dx, gate, up, down, _ = sparse_training.sparse_training_bwd(
+                SparseTrainingBwd(self.grad, None, *self.operands, *kept, False)
+            )
         return (out, dx, gate, down) if self.up is None else (out, dx, gate, up, down)
 
     def step(self, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
