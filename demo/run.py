@@ -174,7 +174,7 @@ def _experiment(
             show(1.0, f"{sparse['generated_alike']} of {sparse['generated']} bytes generated alike")
         with stages("sparse autoencoder") as show:
             sae, scale, sae_history = _autoencoder(settings, model, train, generator, show)
-            nn.save(sae, out / SAE)
+            nn.save_sae(sae, out / SAE)
         with stages("reconstruction") as show:
             x = model.residual(tokens[:, :-1]).flatten(0, 1)[:QUALITY_ROWS]
             quality = measure.quality(sae, x)

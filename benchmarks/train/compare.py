@@ -49,7 +49,7 @@ def counted(run: Run, patterns: Path | None) -> list[dict[str, Any]]:
         block.l1 = False
     sequences = [run.held_out.batch([i])[:, :-1] for i in range(min(16, len(run.held_out)))]
     batches = [torch.cat((s, s[:, :1]), 1).to(run.device) for s in sequences]
-    found = sparsity.statistics(model, batches).values()
+    found = sparsity.report(model, batches, measure=False).layers.values()
     if patterns is not None:
         kept: dict[str, np.ndarray] = {}
 

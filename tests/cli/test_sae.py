@@ -32,7 +32,7 @@ def run(*arguments: object) -> tuple[int, str]:
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
     torch.manual_seed(0)
-    nn.save(nn.TopKSAE(8, 40, 3), tmp_path / "model")
+    nn.save_sae(nn.TopKSAE(8, 40, 3), tmp_path / "model")
     np.save(tmp_path / "acts.npy", torch.randn(100, 8).numpy())
     return tmp_path
 
@@ -181,7 +181,7 @@ class Tokens:
 
 
 def test_report_of_text(files: Path) -> None:
-    extract(Tokens(files), nn.load(files / "model"), files / "<out>", batch_size=16, shard_rows=32)
+    extract(Tokens(files), nn.load_sae(files / "model"), files / "<out>", batch_size=16, shard_rows=32)
     assert run("report", files / "<out>", "--out", files / "a")[0] == 0
     page = (files / "a" / "index.html").read_text(encoding="utf-8")
     assert "<h1>&lt;out&gt;</h1>" in page and "<b>&amp;" not in page and "\u202e" not in page
@@ -192,7 +192,7 @@ def test_show_of_text(files: Path) -> None:
     """A token is shown where no space lets a line end before it; files that are not whole are named."""
     source = Tokens(files)
     source.text = Text(source.text.tokens, source.text.starts, {0: "解" * 30, 1: "释" * 30, 2: "言" * 30})
-    found = extract(source, nn.load(files / "model"), files / "out", batch_size=16, shard_rows=32)
+    found = extract(source, nn.load_sae(files / "model"), files / "out", batch_size=16, shard_rows=32)
     busiest = int(found.firing_counts.argmax())
     result = CliRunner().invoke(
         main, ["sae", "show", str(files / "out"), "--feature", str(busiest)], env={"COLUMNS": "60"}
@@ -216,7 +216,7 @@ def test_show_of_text(files: Path) -> None:
 
 
 def test_a_report_that_cannot_be_written(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    extract(torch.randn(100, 8), nn.load(files / "model"), files / "out")
+    extract(torch.randn(100, 8), nn.load_sae(files / "model"), files / "out")
     (files / "out" / "index.html").write_text("before")
 
     def full(handle: int) -> None:
@@ -231,7 +231,7 @@ def test_a_report_that_cannot_be_written(files: Path, monkeypatch: pytest.Monkey
 
 def test_what_may_not_be_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Is not gone: nobody is told to extract again."""
-    extract(torch.randn(100, 8), nn.load(files / "model"), files / "out")
+    extract(torch.randn(100, 8), nn.load_sae(files / "model"), files / "out")
 
     def refuse(file: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(file))
@@ -243,7 +243,7 @@ def test_what_may_not_be_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_check(files: Path) -> None:
     """Exit 0 where all is whole, 1 with what is not, and 2 where there is nothing to look at."""
-    extract(Tokens(files), nn.load(files / "model"), files / "out", batch_size=16, shard_rows=32)
+    extract(Tokens(files), nn.load_sae(files / "model"), files / "out", batch_size=16, shard_rows=32)
     code, output = run("check", files / "out")
     assert code == 0 and "rows=100" in output, output
     assert "4 shards, their statistics and the manifest are as they were written." in output
@@ -314,7 +314,7 @@ def test_heads_are_rows_in_files(files: Path) -> None:
 def test_models_that_do_not_fit(files: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     sae_lens.StandardSAE(sae_lens.StandardSAEConfig(d_in=8, d_sae=40)).save_model(files / "standard")
-    nn.save(nn.TopKSAE(8, 40, 3), files / "sparsify", layout="sparsify")
+    nn.save_sae(nn.TopKSAE(8, 40, 3), files / "sparsify", layout="sparsify")
     for folder, name, value, message in (
         ("standard", "d_sae", 41, "SAELens cannot load"),
         ("sparsify", "activation", "groupmax", "activation = 'groupmax', which these modules do not do"),

@@ -106,7 +106,7 @@ def test_killed_as_it_begins(left: str, device: torch.device, tmp_path: Path) ->
 def test_who_may_read_it(device: torch.device, tmp_path: Path) -> None:
     """Who may read the user's other files."""
     extract(activations(100), model(device), tmp_path / "out", **SIZES)
-    nn.save(model(device), tmp_path / "model")
+    nn.save_sae(model(device), tmp_path / "model")
     (tmp_path / "plain").touch()
     written = [*(tmp_path / "out").iterdir(), *(tmp_path / "model").iterdir()]
     assert {file.stat().st_mode for file in written} == {(tmp_path / "plain").stat().st_mode}
@@ -273,8 +273,8 @@ def test_out_that_is_a_file(device: torch.device, tmp_path: Path) -> None:
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(ValueError, match=rf"extract: out must be a folder, .* got {out}: .* Name another one"):
             extract(activations(100), model(device), out, **SIZES)
-        with pytest.raises(ValueError, match=rf"nn\.save: folder must be a folder, .* got {out}: "):
-            nn.save(model(device), out)
+        with pytest.raises(ValueError, match=rf"nn\.save_sae: folder must be a folder, .* got {out}: "):
+            nn.save_sae(model(device), out)
     assert (tmp_path / "file").read_text() == "mine"
 
 

@@ -198,7 +198,7 @@ except RuntimeError as error:
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    nn.save(model(), tmp_path / "model")
+    nn.save_sae(model(), tmp_path / "model")
     np.save(tmp_path / "acts.npy", source().numpy())
     command = [sys.executable, "-c", "from gossamer.cli import main; main()", "sae", "extract"]
     command += [str(tmp_path / "model"), str(tmp_path / "acts.npy"), "--device", "cpu", "--top", "5"]

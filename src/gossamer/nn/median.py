@@ -24,7 +24,7 @@ def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
     [1.0]
     """
     if x.dim() != 2 or not x.shape[0]:
-        raise ValueError(f"nn.geometric_median: x must have shape [M, D] with M of at least 1, got {list(x.shape)}.")
+        raise ValueError(f"geometric_median: x must have shape [M, D] with M of at least 1, got {list(x.shape)}.")
     rows = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     # Around the mean, because far from 0 the distances would be lost to rounding.
     mean = rows.mean(0)
