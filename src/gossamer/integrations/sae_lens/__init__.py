@@ -428,52 +428,22 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
         # Packed latents have never been scaled.
         feature_acts = feature_acts.rows if feature_acts.packed else feature_acts.dense()
     if isinstance(feature_acts, Tensor):
-        if feature_acts.is_sparse or self._gossamer.way == "dense":
+        # Somebody else may hold latents that need a gradient, and ask for that of every latent, as an attribution does.
+        held = feature_acts.requires_grad and torch.is_grad_enabled()
+        if feature_acts.is_sparse or self._gossamer.way == "dense" or held:
             out: Tensor = type(self).decode(self, feature_acts)
             self._gossamer.is_turn_of("decode")
             return out
         if _rescales(self):
             feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
-    out = _product(feature_acts, self.W_dec, self.b_dec)
+    if autocast.enabled(self.W_dec.device):
+        # As SAELens: a product in the autocast dtype, and a sum in that of the bias.
+        out = operators.decode(feature_acts, self.W_dec) + self.b_dec
+    else:
+        out = operators.decode(feature_acts, self.W_dec, self.b_dec)
     out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
     self._gossamer.is_turn_of("decode")
     return out
-
-
-def _product(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
-    if autocast.enabled(W_dec.device):
-        # As SAELens: a product in the autocast dtype, and a sum in that of the bias.
-        return _product_alone(acts, W_dec, None) + b_dec
-    return _product_alone(acts, W_dec, b_dec)
-
-
-def _product_alone(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
-    if isinstance(acts, Tensor) and acts.requires_grad and torch.is_grad_enabled():
-        return _WithDenseGradient.apply(acts, W_dec, b_dec)
-    return operators.decode(acts, W_dec, b_dec)
-
-
-class _WithDenseGradient(torch.autograd.Function):
-    """`sae.decode` of latents that somebody else may hold, too: their gradient is dense, as attributions need it."""
-
-    @staticmethod
-    def forward(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
-        return operators.decode(acts, W_dec, b_dec)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-        acts, W_dec, b_dec = inputs
-        ctx.save_for_backward(acts, W_dec)
-        ctx.bias_dtype = None if b_dec is None else b_dec.dtype
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        acts, W_dec = ctx.saved_tensors
-        flat, rows = grad.reshape(-1, grad.shape[-1]), acts.reshape(-1, acts.shape[-1])
-        need_acts, need_weight, need_bias = ctx.needs_input_grad
-        grad_acts = (grad @ W_dec.to(grad.dtype).t()).to(acts.dtype) if need_acts else None
-        grad_weight = (rows.to(grad.dtype).t() @ flat).to(W_dec.dtype) if need_weight else None
-        return grad_acts, grad_weight, flat.sum(0).to(ctx.bias_dtype) if need_bias else None
 
 
 def _finish(self: Any, out: Tensor) -> Tensor:

@@ -23,7 +23,6 @@ from gossamer import gemm
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS, NAMES, Block
 from gossamer.integrations.transformers._layouts import (
-    T5_GATED,
     Layout,
     activation_of,
     drops_out,
@@ -62,8 +61,8 @@ class Report:
 
 
 _NONE = (
-    "no feed-forward block found that can be replaced; known are those of Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3 "
-    "and gated T5 models, and with sparse=True of OPT, T5 1.0, Arcee, Nemotron, Jais2 and NanoChat"
+    "no feed-forward block found that can be replaced; known are modules whose forward is down(act(gate(x)) * up(x)), "
+    "and with sparse=True down(act(up(x))) of a ReLU or squared ReLU"
 )
 
 
@@ -71,13 +70,15 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     """Computes gate and up of a model's gated MLPs in one product, and sparse blocks sparse; `unpatch` undoes it.
 
     Args:
-        model: a model of transformers, or a module that contains one. Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi3
-            and the gated T5 models are known. An MLP with an adapter, quantised or distributed parameters, a hook on a
-            part of it or on all modules, or another activation is left, and so is one that gets such a thing later.
+        model: a model of transformers, or any module. A block is known by its forward, not by its class's name:
+            down(act(gate(x)) * up(x)), with gate and up in one layer or two, a dropout before down, or multipliers, as
+            Llama, Qwen, Gemma, Phi3, T5, Falcon-H1 and some 150 others have it. An MLP with an adapter, quantised or
+            distributed parameters, a hook on a part of it or on all modules, or another activation is left, and so is
+            one that gets an adapter, a hook or other parameters later.
         recompute: as in `gemm.linear_glu`: whether training computes gate and up again instead of keeping them.
         sparse: whether blocks with a ReLU or squared ReLU multiply what it lets through, where no gradient is needed
-            and nothing drops out. Then blocks without a gate are taken as well: OPT, T5 version 1.0, Arcee, Nemotron,
-            Jais2 and NanoChat. True goes `method="auto"` of `ffn.gated`; the name of a path pins that.
+            and nothing drops out. Then blocks without a gate are taken as well, down(act(up(x))), and those in OPT's
+            layers. True takes `method="auto"` of `ffn.gated`; the name of a path pins that.
 
     Returns:
         What is replaced, and what is left and why; it warns where nothing is replaced. `print` it. What is sparse has
@@ -109,9 +110,9 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         layout = layout_of(kind)
         if layout is None:
             if looks_gated(module):
-                left[name] = f"{kind.__name__} is no class that is known here"
+                left[name] = f"the forward of {kind.__name__} is another formula"
             continue
-        if layout.plain and method is None:
+        if layout.plain and (method is None or activation_of(module, layout) is None):
             continue
         is_sparse = method is not None and why_not_sparse(module, layout) is None
         why = why_not_sparse(module, layout) if layout.plain else why_not_fused(module, layout)
@@ -214,7 +215,7 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
             return kind.forward(self, *args, **kwargs)
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() and not drops_out(self, layout):
             return kind.forward(_View(self, layout, _run, _same), *args, **kwargs)
         if self.sparse_block.observer is None:
             return kind.forward(self, *args, **kwargs)
@@ -304,38 +305,38 @@ def _observe(self: Any, x: Tensor, layout: Layout) -> None:
 
 def _weights(self: Any, layout: Layout) -> tuple[tuple[Any, ...], str]:
     """(weights and biases as a `SparseBlock` takes them, the activation's name)"""
-    gate_weight, gate_bias, up_weight, up_bias = _gate_and_up(self, layout)
-    down = getattr(self, layout.down)
-    if up_weight is None and not layout.plain:
-        gate_weight, up_weight = gate_weight.chunk(2)
-    name = activation_of(getattr(self, layout.activation)) or ""
-    return (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias), name
-
-
-def _gate_and_up(self: Any, layout: Layout) -> tuple[Any, ...]:
-    """gate_weight, gate_bias, up_weight and up_bias; in the first both weights of a gated block without `up`."""
-    gate, up = getattr(self, layout.gate), None if layout.up is None else getattr(self, layout.up)
-    gate_bias, up_bias = gate.bias, None if up is None else up.bias
-    if up is None and not layout.plain and gate.bias is not None:
-        gate_bias, up_bias = gate.bias.chunk(2)
-    return gate.weight, gate_bias, None if up is None else up.weight, up_bias
+    gate, down = getattr(self, layout.gate), getattr(self, layout.down)
+    gate_weight, gate_bias, up_weight, up_bias = gate.weight, gate.bias, None, None
+    if layout.up is not None:
+        up = getattr(self, layout.up)
+        up_weight, up_bias = up.weight, up.bias
+    elif not layout.plain:
+        order = slice(None) if layout.gate_first else slice(None, None, -1)
+        gate_weight, up_weight = gate.weight.chunk(2)[order]
+        gate_bias, up_bias = (None, None) if gate.bias is None else gate.bias.chunk(2)[order]
+    return (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias), activation_of(self, layout) or ""
 
 
 def _compute(self: Any, x: Tensor, layout: Layout, recompute: bool) -> Tensor:
-    gate_weight, gate_bias, up_weight, up_bias = _gate_and_up(self, layout)
-    options: dict[str, Any] = {
-        "activation": activation_of(getattr(self, layout.activation)) or "",
-        "gate_bias": gate_bias,
-        "up_bias": up_bias,
-        "recompute": recompute,
-    }
+    (gate_weight, gate_bias, up_weight, up_bias, *_), name = _weights(self, layout)
+    if layout.up is None and layout.gate_first:
+        # One product of the layer's own weight.
+        gate_weight, up_weight = getattr(self, layout.gate).weight, None
+    scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
+    if scale is not None:
+        # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.
+        x, gate_bias, up_bias = (None if t is None else t * scale for t in (x, gate_bias, up_bias))
+    options: dict[str, Any] = {"activation": name, "gate_bias": gate_bias, "up_bias": up_bias, "recompute": recompute}
     down = getattr(self, layout.down)
-    if layout is not T5_GATED and why_called(**{layout.down: down}) is None:
-        return gemm.gated_mlp(x, gate_weight, up_weight, down.weight, down_bias=down.bias, **options)
-    hidden = gemm.linear_glu(x, gate_weight, up_weight, **options)
-    if layout is T5_GATED:
-        # T5 drops out here, and may keep this layer alone in float32.
-        hidden = self.dropout(hidden)
-        if isinstance(down.weight, Tensor) and down.weight.dtype not in (hidden.dtype, torch.int8):
-            hidden = hidden.to(down.weight.dtype)
-    return down(hidden)
+    if not layout.dropout and scale is None and why_called(**{layout.down: down}) is None:
+        out = gemm.gated_mlp(x, gate_weight, up_weight, down.weight, down_bias=down.bias, **options)
+    else:
+        hidden = gemm.linear_glu(x, gate_weight, up_weight, **options)
+        hidden = hidden if scale is None else hidden / scale
+        if layout.dropout:
+            hidden = getattr(self, layout.dropout)(hidden)
+            # T5 may keep this layer alone in float32.
+            if isinstance(down.weight, Tensor) and down.weight.dtype not in (hidden.dtype, torch.int8):
+                hidden = hidden.to(down.weight.dtype)
+        out = down(hidden)
+    return out * getattr(self, layout.down_scale) if layout.down_scale else out
