@@ -36,11 +36,11 @@ def assert_close(
     """Asserts that a result is hardly less exact than plain PyTorch's in the same dtype.
 
     An element may be off the float64 reference by `factor` times the largest error that `plain` makes anywhere, plus
-    the distance between neighbouring numbers of the result's dtype at that element. What is NaN or infinite in the
-    reference, after rounding to the result's dtype, must be the same in the result.
+    the distance between neighbouring numbers of the result's dtype at that element. An element that is NaN or
+    infinite in the reference, after rounding to the result's dtype, must be the same in the result.
 
-    Of few elements plain PyTorch's may all be nearly exact by luck. `length` and `magnitude` allow for a sum what any
-    good order of addition may leave, where that is more: 4 log2(length) 2^-24 magnitude (2^-53 in float64).
+    Of few elements plain PyTorch's may all be nearly exact by luck. `length` and `magnitude` allow a sum the error of
+    any good order of addition, where that is more: 4 log2(length) 2^-24 magnitude (2^-53 in float64).
 
     Args:
         actual: the result to judge, floating, any shape.
@@ -49,7 +49,7 @@ def assert_close(
         factor: how many times the error of `plain` is allowed.
         length: how many products are added up for an element.
         magnitude: the root of the sum of their squares, `(x.square() @ w.square()).sqrt()`, broadcasting to the result.
-        name: what the message calls the result.
+        name: of the result in the message.
 
     Raises:
         AssertionError: shapes differ, or an element exceeds its budget. The message shows the worst element.
@@ -113,7 +113,7 @@ def assert_exact(actual: Tensor, reference64: Tensor, *, name: str = "") -> None
     Args:
         actual: the result to judge, any shape.
         reference64: the same in float64.
-        name: what the message calls the result.
+        name: of the result in the message.
 
     Raises:
         AssertionError: shapes or any element differ.

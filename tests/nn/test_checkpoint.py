@@ -258,7 +258,7 @@ LOADED = {"bandwidth": 0.07, "l0_coefficient": 5, "tanh_scale": 3.0, "ste_to_inp
 def test_settings_of_sae_lens(
     architecture: str, trained: dict[str, Any], loaded: dict[str, Any], save: str, tmp_path: Path
 ) -> None:
-    """What SAELens trained with is what its file is gone on with, and comes back from ours."""
+    """Training goes on with the settings in SAELens's file, and ours returns them."""
     pytest.importorskip("sae_lens")
     from sae_lens import TrainingSAE
     from sae_lens.registry import get_sae_training_class

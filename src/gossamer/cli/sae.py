@@ -145,7 +145,7 @@ def report(
         None, help="Latents to show, such as 1,5,9; default: the busiest, and a random sample that is always the same."
     ),
 ) -> None:
-    """Write a page on what latents do: how often, how strongly and, where the text is known, on what they fire.
+    """Write a page on latents: how often, how strongly and, where the text is known, on which text they fire.
 
     It verifies the statistics; `check` verifies the shards, from which the text comes.
     """

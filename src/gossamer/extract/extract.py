@@ -114,7 +114,7 @@ def extract(
         stack.enter_context(evaluating(sae))
         writer = stack.enter_context(closing(Writer(folder, manifest, totals, rows.text, ranks)))
         while not complete:
-            # Round by round, a shard each, so that whatever a round is stopped at, whole rounds are left.
+            # Round by round, a shard each, so that a stopped run leaves whole rounds.
             begun = number * shard_rows
             shard = Shard(number + ranks.rank, begun + ranks.rank * shard_rows, statistics)
             for batch in rows.read(shard.first, shard_rows):

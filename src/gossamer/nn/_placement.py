@@ -54,7 +54,7 @@ class Here:
         return part
 
     def copied(self, x: Tensor) -> Tensor:
-        """x for `add_parts` of what is computed from it."""
+        """x, for results that `add_parts` sums."""
         return x
 
     def gathered(self, model: Any, rank: int | None) -> Any:

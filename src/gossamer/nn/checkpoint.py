@@ -76,7 +76,7 @@ def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> N
         TypeError: model is no autoencoder of this package, a slice of one (`shard_sae`), or one with other tensors than
             its class has (a parametrization, pruning).
         ValueError: an unknown layout, or one that has no place for the model; a folder that is a file.
-        OSError: the disk is full, say: errno is what the system says.
+        OSError: the disk is full, for example; errno is the system's.
 
     Source: SAELens's `save_model` and sparsify's `save_to_disk`.
 
@@ -155,10 +155,10 @@ def load_sae(
         dtype: of the weights; None takes the file's. Biases and thresholds are float32 at least.
 
     Returns:
-        `TopKSAE`; `JumpReLUSAE`, which is also what SAELens makes of a BatchTopK SAE; `BatchTopKSAE`, where `save_sae`
-        wrote one; or `Transcoder`, for what sparsify calls one, or gave a skip connection. Whether b_dec is subtracted
+        `TopKSAE`; `JumpReLUSAE`, which SAELens also makes of a BatchTopK SAE; `BatchTopKSAE`, where `save_sae`
+        wrote one; or `Transcoder`, for a transcoder of sparsify or a skip connection. Whether b_dec is subtracted
         from the input, and decoder norms that rescale the selection, are folded into b_enc and the weights: the
-        function is the same. What only training needs is what the files say, or the default: settings that
+        function is the same. Settings of training come from the files, or are the defaults: the settings that
         `save_sae` or SAELens's trainable SAEs wrote, as far as these modules have them (docs/sae.md lists them), and
         statistics.
 
@@ -281,7 +281,7 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
         if old in tensors:
             tensors[new] = tensors.pop(old).t() if new == "W_enc" else tensors.pop(old)
     transcode, skip = bool(config.get("transcode")), bool(config.get("skip_connection"))
-    # As sparsify does it: b_dec is subtracted from what is reconstructed, and not from what something else is from.
+    # As sparsify does it: b_dec is subtracted from a vector that is reconstructed, not from one that is transcoded.
     config["apply_b_dec_to_input"] = not transcode
     given = {"skip": skip} | _given(Transcoder, config)
     # sparsify has one size for the input and the output.
@@ -331,7 +331,7 @@ def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str,
         norms = wide["W_dec"].norm(dim=1).clamp(min=1e-8)
         wide["W_enc"], wide["b_enc"] = wide["W_enc"] * norms, wide["b_enc"] * norms
         wide["W_dec"] = wide["W_dec"] / norms[:, None]
-        # As they will be in the module: what is folded below has to fit that.
+        # As they will be in the module, so that the thresholds and biases below fit them.
         wide |= {name: wide[name].to(model.W_enc.dtype).to(wide[name].dtype) for name in ("W_enc", "W_dec")}
         tensors |= {name: wide[name] for name in ("W_enc", "W_dec", "b_enc")}
     subtracts = not isinstance(model, JumpReLUSAE | Transcoder)

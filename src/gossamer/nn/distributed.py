@@ -152,10 +152,10 @@ def data_parallel_sae(model: Kind, group: Any = None) -> DataParallel:
     of one process with all of them. Ranks with unequal numbers of batches train under
     `torch.distributed.algorithms.join.Join` around DistributedDataParallel; statistics there are those of one rank's
     rows, which a warning says. `BatchTopKSAE` lets the rows of a rank compete with one another and not with those
-    of other ranks, so it is that of W batches and not of one; its threshold is the mean of what the ranks' would be.
+    of other ranks, so it is that of W batches and not of one; its threshold is the mean of those of the ranks.
 
     Args:
-        model: an autoencoder or `Transcoder` of this package, or what `shard_sae` makes of it, for a group across the
+        model: an autoencoder or `Transcoder` of this package, or the result of `shard_sae`, for a group across the
             shards. Its parameters and buffers become those of the group's first rank.
         group: a `torch.distributed` process group, that of the wrapper; None is all processes.
 

@@ -69,7 +69,7 @@ class JumpReLUSAE(SparseAutoencoder):
         threshold: `[d_sae]`, above 0, in units of x.
         log_threshold: `[d_sae]`, the parameter behind `threshold`.
         scaled_b_enc, scaled_b_dec: the parameters behind b_enc and b_dec, `input_scale` times as large; there only if
-            L0 is steered. An optimizer changes biases by steps of one size: these fit it whatever the units of x are.
+            L0 is steered. An optimizer changes biases by steps of one size: these fit it in any units of x.
         input_scale: float32 `[]`, the power of 2 with which `loss` multiplies x; there only if L0 is steered.
         steering: float32 `[3]`, likewise: calls of `loss` (-1 before `initialize_`), the logarithm of a factor on all
             thresholds, L0 of the last call.

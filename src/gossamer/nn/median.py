@@ -17,7 +17,7 @@ def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
     Raises:
         ValueError: x is no matrix, or has no row.
 
-    Source: Weiszfeld 1937, with what Vardi and Zhang 2000 do where the point is one of the rows; for autoencoders
+    Source: Weiszfeld 1937, with the step of Vardi and Zhang 2000 where the point is one of the rows; for autoencoders
     Bricken et al. 2023, "Towards Monosemanticity".
 
     >>> geometric_median(torch.tensor([[0.0], [1.0], [100.0]])).round().tolist()

@@ -297,8 +297,8 @@ class SparseAutoencoder(torch.nn.Module):
 
     def _lost(self) -> Any:
         raise RuntimeError(
-            f"nn.{type(self).__name__}: a checkpoint computes again what it was not seen to compute first, so what the "
-            "first run knew (of dead latents, of the steering) cannot be told. Use torch.utils.checkpoint with "
+            f"nn.{type(self).__name__}: a checkpoint computes a call again whose first run was not seen, so the state "
+            "of that run (dead latents, steering) is not known. Use torch.utils.checkpoint with "
             "use_reentrant=False, around the whole call, and with no other saved_tensors_hooks inside."
         )
 

@@ -229,7 +229,7 @@ def sparse_blocks(operator: str, model: nn.Module) -> dict[str, SparseBlock]:
         raise ValueError(
             f"{operator}: model must have sparse blocks, got none. nn.GatedMLP and nn.MLP are some, and models of "
             "transformers have them after integrations.transformers.patch(model, sparse=True), where their activation "
-            "is a ReLU or squared ReLU: others leave nothing out. print what patch returns: it says why."
+            "is a ReLU or squared ReLU: others leave nothing out. print(patch(model, sparse=True)) says why."
         )
     return found
 

@@ -1,9 +1,9 @@
 """SAELens autoencoders on sparse operators, for code that goes on using them as it did.
 
-`patch` binds methods to one instance; parameters, state dict, hooks and class stay what they are. `decode` multiplies
-only what fired. `forward` and `training_forward_pass` hand packed latents from `encode` to `decode`, unless somebody
-listens to the latents (a hook, a cache) or so many fire that dense products are faster: then they are dense, as SAELens
-makes them. `encode` called by itself returns a dense tensor.
+`patch` binds methods to one instance; parameters, state dict, hooks and class stay as they are. `decode` multiplies the
+latents that fired alone. `forward` and `training_forward_pass` hand packed latents from `encode` to `decode`, unless
+somebody listens to the latents (a hook, a cache) or so many fire that dense products are faster: then they are dense
+ones of SAELens. `encode` called by itself returns a dense tensor.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` did.
+    """The changes of `patch`.
 
     Args:
         accelerated: method -> how it computes now.
@@ -91,13 +91,13 @@ class Report:
 
 
 def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
-    """Replaces what an SAE of SAELens computes with, for inference or in training; `unpatch` undoes it.
+    """Replaces the methods by which an SAE of SAELens computes, for inference or in training; `unpatch` undoes it.
 
     Args:
         sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, or a TopK, BatchTopK or JumpReLU SAE
-            for training, of any float dtype and device. What another architecture does its own way is left, and the
-            report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer work
-            as before.
+            for training, of any float dtype and device. Methods that another architecture has of its own are left, and
+            the report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer
+            work as before.
         check: `[..., d_in]` activations to run before and after, without the error term, or None.
 
     Returns:
@@ -163,7 +163,7 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
 
 
 def _why_not_finite(sae: SAE[Any]) -> str:
-    """What SAELens's own output is NaN or infinite by."""
+    """The cause of NaN or infinity in SAELens's own output."""
     broken = [name for name, parameter in sae.named_parameters() if not bool(parameter.isfinite().all())]
     if broken:
         return f"SAELens's own output on check is NaN or infinite, for sae.{broken[0]} is. Load the SAE anew."
@@ -179,7 +179,7 @@ def unpatch(sae: SAE[Any]) -> None:
     """Undoes `patch`; an SAE that is not patched stays as it is, with a warning.
 
     Args:
-        sae: what was patched.
+        sae: the SAE that was patched.
 
     Raises:
         TypeError: sae is no SAE of SAELens.
@@ -361,7 +361,7 @@ def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _way(self: Any, x: Tensor) -> str:
-    """How the encode that begins goes: that of a pass, in which nobody listens to what it makes, as is faster."""
+    """The path of the encode that begins: the faster one within a pass whose latents nobody listens to."""
     state = self._gossamer
     if not state.is_turn_of("encode"):
         return "theirs"
@@ -385,7 +385,7 @@ def _expected(self: Any) -> int | None:
 
 
 def _packed(self: Any, x: Tensor) -> Tensor:
-    """What `forward` decodes, as a dense tensor, without what `process_sae_in` leaves for a `decode`."""
+    """The latents that `forward` decodes, as a dense tensor, without the state that `process_sae_in` leaves."""
     with self._gossamer.running(1):
         latents = self.encode(x)
     if isinstance(latents, Latents):
@@ -497,13 +497,13 @@ def _check_activations(operator: str, sae: SAE[Any], check: Tensor) -> None:
 
 @contextmanager
 def _without_error_term(sae: SAE[Any]) -> Iterator[None]:
-    """An output without what would make any reconstruction right."""
+    """An output without the error term, which would make any reconstruction right."""
     before, sae.use_error_term = sae.use_error_term, False
     try:
         yield
     finally:
         with warnings.catch_warnings():
-            # That setting it is deprecated has been said to who did.
+            # The user who set it has seen the warning that setting it is deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             sae.use_error_term = before
 

@@ -1,8 +1,8 @@
 """Feed-forward blocks of Hugging Face models, fused or sparse, in place and undone as easily.
 
 `patch` gives each block that it knows, one that computes down(act(gate(x)) * up(x)) or down(act(up(x))) with plain
-layers, a subclass of its class, with the same name and another forward; parameters and state dict stay what they are.
-Whether the layers are still plain is looked at in every call, for hooks and adapters may come later: then the block
+layers, a subclass of its class, with the same name and another forward; parameters and state dict stay as
+they are. Every call looks whether the layers are still plain, for hooks and adapters may come later: then the block
 computes as its class does.
 """
 
@@ -38,10 +38,10 @@ _PATCH, _UNPATCH = "integrations.transformers.patch", "integrations.transformers
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` did.
+    """The changes of `patch`.
 
     Args:
-        replaced: name of a module -> what it was.
+        replaced: name of a module -> its class.
         left: name of a module that looks like a feed-forward block -> why it computes as before.
         sparse: those among `replaced` that compute sparse where no gradient is needed.
         dense: name of a module that was to be sparse, and is not -> why.
@@ -76,14 +76,15 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
             distributed parameters, a hook on a part of it or on all modules, or another activation is left, and so is
             one that gets an adapter, a hook or other parameters later.
         recompute: as in `gemm.linear_glu`: whether training computes gate and up again instead of keeping them.
-        sparse: whether blocks with a ReLU or squared ReLU multiply what it lets through, where no gradient is needed
+        sparse: whether blocks with a ReLU or squared ReLU multiply active neurons alone, where no gradient is needed
             and nothing drops out. Then blocks without a gate are taken as well, down(act(up(x))), and those in OPT's
             layers. True takes `method="auto"` of `ffn.gated`; the name of a path pins that.
 
     Returns:
-        What is replaced, and what is left and why; it warns where nothing is replaced. `print` it. What is sparse has
-        a `ffn.SparseBlock` as `module.sparse_block`, which tells the path that was taken last. A model that is patched
-        already is left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
+        The blocks that are replaced, and those that are left and why; `patch` warns where nothing is replaced. `print`
+        it. A sparse block has a `ffn.SparseBlock` as `module.sparse_block`, which tells the path that was taken last. A
+        model that is patched already is left as it is, with a warning, and its report is made again; `unpatch` it to
+        change an option.
 
     Raises:
         TypeError: model is no module.
@@ -140,12 +141,12 @@ def unpatch(model: nn.Module) -> None:
     """Undoes `patch`; where nothing is patched it changes nothing, and warns.
 
     Args:
-        model: what was patched.
+        model: the model that was patched, or a module that contains it.
 
     Raises:
         TypeError: model is no module.
-        ValueError: something has replaced the forward or the class of what is patched since, and has to be removed
-            first. Nothing is changed then.
+        ValueError: the forward or the class of a patched block has been replaced since, which has to be undone first.
+            Nothing is changed then.
 
     >>> unpatch(model)  # doctest: +SKIP
     """
@@ -156,7 +157,7 @@ def unpatch(model: nn.Module) -> None:
     later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
     if later:
         raise ValueError(
-            f"{_UNPATCH}: what patch has replaced must be as patch left it, but since then "
+            f"{_UNPATCH}: patched blocks must be as patch left them, but since then "
             f"{'; '.join(f'{name} got {what}' for name, what in later.items())}. Remove that first (a hook of "
             "accelerate with accelerate.hooks.remove_hook_from_module); where it cannot be, as fully_shard, load the "
             "state dict into a new model."
@@ -168,7 +169,7 @@ def unpatch(model: nn.Module) -> None:
 
 
 class _Patched(nn.Module):
-    """What the class of a patched block inherits from, beside the class that it had."""
+    """The second base of the class of a patched block, beside the class that it had."""
 
     _gossamer: ClassVar[tuple[Any, bool]]
     """The class that it had, and recompute."""
@@ -225,7 +226,7 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
 
 
 class _View:
-    """A module with another first part of its block, and another `rest` of it, which hands on what the first part made,
+    """A module with another first part of its block, and another `rest` of it, which hands on the result of the first,
     or with its own. All else is the module's own, which is left as it is."""
 
     # The layers of transformers checkpoint where they are called by their type's own; this never is.
@@ -254,11 +255,11 @@ def _rebuild(kind: Any, recompute: bool) -> nn.Module:
 
 
 def _put_on(module: _Patched) -> str | None:
-    """What came onto a patched block after `patch` and would keep it from being undone."""
+    """A change of a patched block after `patch` that keeps it from being undone, or None."""
     if "_gossamer" not in type(module).__dict__:
         return f"the class {type(module).__name__}"
     forward = module.__dict__.get("forward")
-    # accelerate, when its hook is removed, leaves on the instance what it found: the forward of the class.
+    # accelerate, when its hook is removed, leaves the forward of the class on the instance.
     if forward is None or getattr(forward, "__func__", None) is type(module).forward:
         return None
     return "another forward"
@@ -275,7 +276,7 @@ def nothing_changed(operator: str, model: nn.Module, why: str) -> None:
 
 
 def _sparse(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
-    """What a block makes of x by its `SparseBlock`, or None where it has none or something keeps it from that."""
+    """The result of a block's `SparseBlock`, or None where it has none or something keeps it from that."""
     if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
         return None
     if drops_out(self, layout):
