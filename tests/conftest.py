@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import gossamer
+from benchmarks.provenance import commit
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.cli import environment
@@ -51,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     content = {
         "command": shlex.join(["pytest", *arguments]),
         "mode": MODE,
-        "commit": environment.commit(Path(__file__).parents[1]),
+        "commit": commit(Path(__file__).parents[1]),
         "versions": environment.versions(),
         "device": environment.describe(where),
         "counts": {kind: len(stats[kind]) for kind in ("passed", "failed", "error", "skipped") if kind in stats},

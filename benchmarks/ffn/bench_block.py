@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from benchmarks.engine import Case, Provider, copies, error_beside_mean, relative_error
 from benchmarks.engine.case import BUDGETS
 from benchmarks.engine.timing import matmul_precision
+from benchmarks.inputs import inputs_for
 from gossamer import ffn, nn
 from gossamer.gemm import JumpReLU
-from gossamer.testing import inputs_for, random_rows
+from gossamer.testing import random_rows
 
 K, N, PLAIN = 2048, 5632, 8192
 GROUP = 64

@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.provenance import provenance
 from gossamer import sparsity
-from gossamer.cli import environment
 from gossamer.cli.energy import energy_counter
 from gossamer.train import Corpus, Run, Transformer, preset
 
@@ -49,7 +49,7 @@ def counted(run: Run, patterns: Path | None) -> list[dict[str, Any]]:
         block.l1 = False
     sequences = [run.held_out.batch([i])[:, :-1] for i in range(min(16, len(run.held_out)))]
     batches = [torch.cat((s, s[:, :1]), 1).to(run.device) for s in sequences]
-    found = sparsity.statistics(model, batches).values()
+    found = sparsity.report(model, batches, measure=False).layers.values()
     if patterns is not None:
         kept: dict[str, np.ndarray] = {}
 
@@ -122,7 +122,7 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     corpus, command = Corpus(given.corpus), shlex.join(["python", "-m", "benchmarks.train.compare", *sys.argv[1:]])
-    found = environment.provenance(command, Path(__file__).parents[2], device)
+    found = provenance(command, Path(__file__).parents[2], device)
     found |= {"tokens": corpus.tokens, "runs": {}}
     for name in given.runs.split(","):
         found["runs"][name] = train_one(name, corpus, given.out, given)

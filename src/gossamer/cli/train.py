@@ -251,7 +251,7 @@ def _ranks() -> Iterator[tuple[int, str | None]]:
 
 @contextmanager
 def _told(command: str) -> Iterator[None]:
-    """Says in one line what a user can mend."""
+    """Turns errors that a user can mend into one line."""
     try:
         yield
     except KeyboardInterrupt:
