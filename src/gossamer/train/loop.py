@@ -244,6 +244,8 @@ class Run:
         record = {"step": step, **scalars(values[3 : 3 + layers], dead, **others)}
         if self.device.type == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            # A block that goes over to lists shows in the next record.
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.records.append(record)
         if self.rank == 0:
             with (self.folder / "log.jsonl").open("a") as log:
