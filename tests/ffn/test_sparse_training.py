@@ -216,6 +216,11 @@ def test_activity(gated: bool, method: str, device: torch.device, generator: tor
     gate = torch.relu(a["x"] @ a["gate"].t() + a["gate_bias"])
     hidden = gate * (a["x"] @ a["up"].t() + a["up_bias"]) if gated else gate
     a["x"] = a["x"].view(2, 17, 24)
+    counts = (gate > 0).sum(1)
+    sizes = training.sizes_for(34, 300, None)
+    kept = torch.where(counts > sizes.limit, 0, counts)
+    unlisted = int((counts > 0).sum() - ((kept > 0) & (kept.cumsum(0) <= sizes.room)).sum())
+    assert unlisted > 5
     for given in (a, leaves(a)):
         out, activity = block(given, method=method, with_activity=True)
         torch.testing.assert_close(out.flatten(0, 1), reference(a | {"x": a["x"].flatten(0, 1)}), rtol=1e-4, atol=1e-4)
@@ -223,6 +228,10 @@ def test_activity(gated: bool, method: str, device: torch.device, generator: tor
         torch.testing.assert_close(activity.l1.detach(), hidden.abs().sum() / 34)
         torch.testing.assert_close(activity.l0, (gate > 0).sum() / 34)
         assert activity.fired.tolist() == (gate > 0).sum(0).tolist()
+        # Of a tile, a GPU has slots for some entries alone.
+        on_lists = method == "gather" and out.requires_grad
+        assert not on_lists or device.type == "cuda" or INTERPRET or activity.unlisted == unlisted
+        assert activity.unlisted >= unlisted if on_lists else activity.unlisted == 0
 
 
 @pytest.mark.parametrize("method", ["auto", "gather"])

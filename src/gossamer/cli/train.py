@@ -261,6 +261,6 @@ def _told(command: str) -> Iterator[None]:
         raise typer.BadParameter(f"gossamer train {command}: {error.name} is missing: {extra}.") from error
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
-    except (FloatingPointError, OSError) as error:
+    except (FloatingPointError, OverflowError, OSError) as error:
         Console(stderr=True).print(f"gossamer train {command}: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -112,9 +112,9 @@ def differentiable(
 def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor]:
     """By lists of the active entries: the block's result, its activity, and the entries of each row."""
     call = undispatched(sparse_training, *block.tensors)
-    out, l1, nnz, fired, *_ = call(*block.tensors, block.activation == "relu2", *sizes)
+    out, l1, nnz, fired, _, _, _, heavy, _ = call(*block.tensors, block.activation == "relu2", *sizes)
     fired = fired.long()
-    return out, Activity(l1, fired.sum() / nnz.shape[0], fired), nnz
+    return out, Activity(l1, fired.sum() / nnz.shape[0], fired, heavy[0].long()), nnz
 
 
 def with_all(block: Block) -> tuple[Tensor, Activity]:
