@@ -114,7 +114,8 @@ def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor]:
     call = SparseTraining(*block[:8], block.activation == "relu2", *sizes)
     found = Trained(*sparse_training(call))
     fired = found.fired.long()
-    return found.out, Activity(found.l1, fired.sum() / found.nnz.shape[0], fired), found.nnz
+    activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
+    return found.out, activity, found.nnz
 
 
 def with_all(block: Block) -> tuple[Tensor, Activity]:
