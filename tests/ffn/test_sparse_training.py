@@ -20,6 +20,8 @@ from tests.ffn.dense import dense, operands
 
 SMALL = (20, 16, 70, 12) if INTERPRET else LARGER
 """M, K, N, D. The interpreter takes seconds for each of a call's ten kernels."""
+TINY = (10, 8, 36, 6)
+"""For tests that compute a block many times, and compare it with itself."""
 BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
@@ -186,7 +188,7 @@ def test_any_density(m: int, n: int, k: int, shift: float, seed: int, device: to
 
 
 def test_same_bits_twice_and_accumulated(device: torch.device, generator: torch.Generator) -> None:
-    a, grad = drawn((70, 24, 300, 40), torch.float32, device, generator, 1.0)
+    a, grad = drawn(TINY if INTERPRET else (70, 24, 300, 40), torch.float32, device, generator, 1.0)
     a["x"][7] *= 64
     ours = leaves(a)
     first, second = (gradients(ours, block(ours), grad) for _ in range(2))
@@ -200,7 +202,7 @@ def test_same_bits_twice_and_accumulated(device: torch.device, generator: torch.
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint(reentrant: bool, device: torch.device, generator: torch.Generator) -> None:
-    a, grad = drawn(SMALL, torch.float32, device, generator, 1.0)
+    a, grad = drawn(TINY, torch.float32, device, generator, 1.0)
     ours = leaves(a)
     want = gradients(ours, block(ours), grad)
     (checkpoint(lambda x: block(ours | {"x": x}), ours["x"], use_reentrant=reentrant) * grad).sum().backward()
@@ -212,16 +214,17 @@ def test_checkpoint(reentrant: bool, device: torch.device, generator: torch.Gene
 @pytest.mark.parametrize("gated", [True, False])
 def test_activity(gated: bool, method: str, device: torch.device, generator: torch.Generator) -> None:
     """Every way hands out the same, with gradients and without."""
-    a = taken(drawn((2 * 17, 24, 300, 40), torch.float32, device, generator, 1.0)[0], gated)
+    m, k, n, d = (2 * 5, 8, 36, 6) if INTERPRET else (2 * 17, 24, 300, 40)
+    a = taken(drawn((m, k, n, d), torch.float32, device, generator, 1.0)[0], gated)
     gate = torch.relu(a["x"] @ a["gate"].t() + a["gate_bias"])
     hidden = gate * (a["x"] @ a["up"].t() + a["up_bias"]) if gated else gate
-    a["x"] = a["x"].view(2, 17, 24)
+    a["x"] = a["x"].view(2, m // 2, k)
     for given in (a, leaves(a)):
         out, activity = block(given, method=method, with_activity=True)
         torch.testing.assert_close(out.flatten(0, 1), reference(a | {"x": a["x"].flatten(0, 1)}), rtol=1e-4, atol=1e-4)
         assert isinstance(activity, ffn.Activity) and activity.l1.requires_grad == out.requires_grad
-        torch.testing.assert_close(activity.l1.detach(), hidden.abs().sum() / 34)
-        torch.testing.assert_close(activity.l0, (gate > 0).sum() / 34)
+        torch.testing.assert_close(activity.l1.detach(), hidden.abs().sum() / m)
+        torch.testing.assert_close(activity.l0, (gate > 0).sum() / m)
         assert activity.fired.tolist() == (gate > 0).sum(0).tolist()
 
 
@@ -240,7 +243,7 @@ def test_module_in_training(method: str, device: torch.device, generator: torch.
 
 
 def test_only_some_operands_need_gradients(device: torch.device, generator: torch.Generator) -> None:
-    a, grad = drawn(SMALL, torch.float32, device, generator, 1.0)
+    a, grad = drawn(TINY, torch.float32, device, generator, 1.0)
     want = gradients(ours := leaves(a), block(ours), grad)
     for name in a:
         some = dict(a) | {name: a[name].clone().requires_grad_()}
@@ -337,7 +340,8 @@ def test_large(gated: bool, device: torch.device, generator: torch.Generator) ->
 
 def test_auto_follows_its_tracker(device: torch.device, generator: torch.Generator) -> None:
     """Dense until something is known, and then what pays; the device's counts arrive without a wait."""
-    a, grad = drawn((64, 24, 300, 40), torch.float32, device, generator, 3.0)
+    shape = TINY if INTERPRET else (64, 24, 300, 40)
+    a, grad = drawn(shape, torch.float32, device, generator, 3.0)
     tracker, pays = ffn.BlockTracker(lag=2), training.pays
     ours, ways = leaves(a), []
     try:
@@ -350,7 +354,7 @@ def test_auto_follows_its_tracker(device: torch.device, generator: torch.Generat
         training.pays = pays
     assert ways == ["fused", "fused", "gather", "gather", "gather"]
     known = tracker.rows.known(training=True)
-    assert known is not None and known.rows == 64
+    assert known is not None and known.rows == shape[0]
 
 
 def test_lists_pay_where_few_entries_are_active(monkeypatch: pytest.MonkeyPatch) -> None:

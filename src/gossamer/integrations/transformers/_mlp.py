@@ -33,7 +33,7 @@ from gossamer.integrations.transformers._layouts import (
 )
 from gossamer.nn.plain import why_called
 
-_PATCH, _UNPATCH = "integrations.transformers.patch", "integrations.transformers.unpatch"
+_PATCH = "integrations.transformers.patch"
 
 
 @dataclass(frozen=True)
@@ -137,27 +137,13 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     return report
 
 
-def unpatch(model: nn.Module) -> None:
-    """Undoes `patch`; where nothing is patched it changes nothing, and warns.
-
-    Args:
-        model: the model that was patched, or a module that contains it.
-
-    Raises:
-        TypeError: model is no module.
-        ValueError: the forward or the class of a patched block has been replaced since, which has to be undone first.
-            Nothing is changed then.
-
-    >>> unpatch(model)  # doctest: +SKIP
-    """
-    check_model(_UNPATCH, model)
+def undo(operator: str, model: nn.Module) -> bool:
+    """Undoes `patch`; whether there was anything to undo."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
-    if not found:
-        nothing_changed(_UNPATCH, model, "not patched")
     later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
     if later:
         raise ValueError(
-            f"{_UNPATCH}: patched blocks must be as patch left them, but since then "
+            f"{operator}: patched blocks must be as patch left them, but since then "
             f"{'; '.join(f'{name} got {what}' for name, what in later.items())}. Remove that first (a hook of "
             "accelerate with accelerate.hooks.remove_hook_from_module); where it cannot be, as fully_shard, load the "
             "state dict into a new model."
@@ -166,6 +152,7 @@ def unpatch(model: nn.Module) -> None:
         for name in ("forward", "sparse_block"):
             module.__dict__.pop(name, None)
         module.__class__ = module._gossamer[0]
+    return bool(found)
 
 
 class _Patched(nn.Module):
