@@ -83,6 +83,7 @@ class _Symbol:
 
 
 _FUNCTIONS: dict[Any, str] = {F.silu: "silu", F.relu: "relu", torch.relu: "relu", torch.sigmoid: "sigmoid"}
+_NAMED = frozenset(_FUNCTIONS.values())
 _FORMULA = re.compile(
     r"(?P<down>\w+)\((?P<dropout>\w+\()?(?P<activation>\w+)\((?P<gate>\w+)\(x\)(?P<half>\[[01]\])?"
     r"(\*(?P<gate_scale>\w+))?\)(\*(?P<up>\w+)\(x\)(?P<other>\[[01]\])?)?(?(dropout)\))\)(\*(?P<down_scale>\w+))?"
@@ -200,7 +201,7 @@ def drops_out(module: nn.Module, layout: Layout) -> bool:
 
 def activation_of(module: nn.Module, layout: Layout) -> str | None:
     """linear_glu's name of a block's activation, or None where it has none."""
-    if layout.activation in _FUNCTIONS.values():
+    if layout.activation in _NAMED:
         return layout.activation
     activation: Any = module._modules.get(layout.activation)
     kind = type(activation)

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from gossamer import gemm
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS, NAMES, Block
+from gossamer.ffn.training import with_all
 from gossamer.integrations.transformers._layouts import (
     Layout,
     activation_of,
@@ -43,7 +44,7 @@ class Report:
     Args:
         replaced: name of a module -> its class.
         left: name of a module that looks like a feed-forward block -> why it computes as before.
-        sparse: those among `replaced` that compute sparse where no gradient is needed.
+        sparse: those among `replaced` that compute their active neurons alone.
         dense: name of a module that was to be sparse, and is not -> why.
     """
 
@@ -54,7 +55,7 @@ class Report:
 
     def __str__(self) -> str:
         counts = Counter((kind, name in self.sparse) for name, kind in self.replaced.items())
-        how = {False: "with gate and up in one product", True: "sparse where no gradient is needed"}
+        how = {False: "with gate and up in one product", True: "sparse"}
         lines = [f"{kind}: {count} {how[sparse]}" for (kind, sparse), count in counts.items()]
         lines += [f"{count} not sparse, {why}" for why, count in Counter(self.dense.values()).items()]
         return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or _NONE
@@ -66,7 +67,7 @@ _NONE = (
 )
 
 
-def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = False) -> Report:
+def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = False, train: bool = False) -> Report:
     """Computes gate and up of a model's gated MLPs in one product, and sparse blocks sparse; `unpatch` undoes it.
 
     Args:
@@ -76,9 +77,12 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
             distributed parameters, a hook on a part of it or on all modules, or another activation is left, and so is
             one that gets an adapter, a hook or other parameters later.
         recompute: as in `gemm.linear_glu`: whether training computes gate and up again instead of keeping them.
-        sparse: whether blocks with a ReLU or squared ReLU multiply active neurons alone, where no gradient is needed
-            and nothing drops out. Then blocks without a gate are taken as well, down(act(up(x))), and those in OPT's
-            layers. True takes `method="auto"` of `ffn.gated`; the name of a path pins that.
+        sparse: whether blocks with a ReLU or squared ReLU multiply the active neurons alone, where nothing drops out;
+            under gradients they do so on lists of active entries. Then blocks without a gate are taken as well,
+            down(act(up(x))), and those in OPT's layers (without gradients, unless `train`). True goes `method="auto"`
+            of `ffn.gated`; the name of a path pins that.
+        train: whether sparse blocks keep L1, L0 and the counts of their neurons in calls with gradients, for
+            `activity(model)` and `sparsity_callback`. Needs `sparse`.
 
     Returns:
         The blocks that are replaced, and those that are left and why; `patch` warns where nothing is replaced. `print`
@@ -88,7 +92,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
 
     Raises:
         TypeError: model is no module.
-        ValueError: an unknown path.
+        ValueError: an unknown path; `train` without `sparse`.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Cetin et al., "Sparser, Faster, Lighter Transformer
     Language Models".
@@ -100,6 +104,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     method = "auto" if sparse is True else sparse if sparse else None
     if method is not None and method not in METHODS:
         raise ValueError(f"{_PATCH}: sparse must be True, False or one of {', '.join(METHODS)}, got {sparse!r}.")
+    if train and method is None:
+        raise ValueError(f"{_PATCH}: train=True needs sparse=True: blocks that compute all keep no activity.")
     patched = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
     if patched:
         nothing_changed(_PATCH, model, "patched already")
@@ -128,6 +134,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         replaced[name] = kind.__name__
         if is_sparse and method is not None:
             module.sparse_block = SparseBlock(method, _PATCH)
+            module.sparse_block.keeps_activity = train
             found.add(name)
         elif method is not None:
             dense[name] = why_not_sparse(module, layout) or ""
@@ -203,7 +210,8 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
             return kind.forward(self, *args, **kwargs)
-        if not torch.is_grad_enabled() and not drops_out(self, layout):
+        kept = not torch.is_grad_enabled() or self.sparse_block.keeps_activity
+        if kept and not drops_out(self, layout):
             return kind.forward(_View(self, layout, _run, _same), *args, **kwargs)
         if self.sparse_block.observer is None:
             return kind.forward(self, *args, **kwargs)
@@ -274,8 +282,21 @@ def _sparse(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
 
 def _run(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
     """The same, of a block that may be computed so."""
-    weights, name = _weights(self, layout)
-    return self.sparse_block(x, *weights, activation=name)
+    (weights, name), block = _weights(self, layout), self.sparse_block
+    if not (block.keeps_activity and torch.is_grad_enabled()):
+        return block(x, *weights, activation=name)
+    found = block(x, *weights, activation=name, with_activity=True)
+    if found is None:
+        found = with_all(_block(self, x, layout))
+    out, block.activity = found
+    return out
+
+
+def gate_weight(module: Any) -> Tensor:
+    """`[N, K]`, the weight that the activation of a sparse block follows."""
+    layout = layout_of(type(module)._gossamer[0])
+    assert layout is not None
+    return _weights(module, layout)[0][0]
 
 
 def _observed(self: Any, x: Tensor, layout: Layout) -> Tensor:
@@ -285,14 +306,20 @@ def _observed(self: Any, x: Tensor, layout: Layout) -> Tensor:
 
 
 def _observe(self: Any, x: Tensor, layout: Layout) -> None:
+    block = _block(self, x, layout)
+    if block.activation in NAMES:
+        self.sparse_block.observe(block)
+
+
+def _block(self: Any, x: Tensor, layout: Layout) -> Block:
     (gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias), name = _weights(self, layout)
-    if name in NAMES:
-        operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
-        self.sparse_block.observe(Block(*operands, name))
+    operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
+    return Block(*operands, name)
 
 
-def _weights(self: Any, layout: Layout) -> tuple[tuple[Any, ...], str]:
-    """(weights and biases as a `SparseBlock` takes them, the activation's name)"""
+def _weights(self: Any, layout: Layout, whole: bool = False) -> tuple[tuple[Any, ...], str]:
+    """(weights and biases as a `SparseBlock` takes them, the activation's name); `whole`: where one layer has gate and
+    up, its weight stays one, if the gate comes first."""
     gate, down = getattr(self, layout.gate), getattr(self, layout.down)
     gate_weight, gate_bias, up_weight, up_bias = gate.weight, gate.bias, None, None
     if layout.up is not None:
@@ -300,16 +327,14 @@ def _weights(self: Any, layout: Layout) -> tuple[tuple[Any, ...], str]:
         up_weight, up_bias = up.weight, up.bias
     elif not layout.plain:
         order = slice(None) if layout.gate_first else slice(None, None, -1)
-        gate_weight, up_weight = gate.weight.chunk(2)[order]
-        gate_bias, up_bias = (None, None) if gate.bias is None else gate.bias.chunk(2)[order]
+        if not (whole and layout.gate_first):
+            gate_weight, up_weight = gate_weight.chunk(2)[order]
+        gate_bias, up_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)[order]
     return (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias), activation_of(self, layout) or ""
 
 
 def _compute(self: Any, x: Tensor, layout: Layout, recompute: bool) -> Tensor:
-    (gate_weight, gate_bias, up_weight, up_bias, *_), name = _weights(self, layout)
-    if layout.up is None and layout.gate_first:
-        # One product of the layer's own weight.
-        gate_weight, up_weight = getattr(self, layout.gate).weight, None
+    (gate_weight, gate_bias, up_weight, up_bias, *_), name = _weights(self, layout, whole=True)
     scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
     if scale is not None:
         # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.
