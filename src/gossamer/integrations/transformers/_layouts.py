@@ -112,7 +112,7 @@ def layout_of(kind: type[nn.Module]) -> Layout | None:
     if found is None:
         return None
     of = {name: part or "" for name, part in found.groupdict().items()}
-    options = {"gate_scale": of["gate_scale"], "down_scale": of["down_scale"], "plain": not of["up"]}
+    options: dict[str, Any] = {"gate_scale": of["gate_scale"], "down_scale": of["down_scale"], "plain": not of["up"]}
     known: tuple[str, str, str] = of["down"], of["activation"], of["dropout"].rstrip("(")
     if of["half"] or of["other"]:
         both = of["gate"] == of["up"] and of["half"] and of["other"] and of["half"] != of["other"]

@@ -176,7 +176,7 @@ class _Patched(nn.Module):
 
 
 @functools.cache
-def _patched(kind: type[nn.Module], recompute: bool) -> type[nn.Module]:
+def _patched(kind: Any, recompute: bool) -> type[nn.Module]:
     """A class of blocks with another forward, and the same name."""
     layout = layout_of(kind)
     assert layout is not None
@@ -338,7 +338,8 @@ def _compute(self: Any, x: Tensor, layout: Layout, recompute: bool) -> Tensor:
     scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
     if scale is not None:
         # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.
-        x, gate_bias, up_bias = (None if t is None else t * scale for t in (x, gate_bias, up_bias))
+        x = x * scale
+        gate_bias, up_bias = (None if t is None else t * scale for t in (gate_bias, up_bias))
     options: dict[str, Any] = {"activation": name, "gate_bias": gate_bias, "up_bias": up_bias, "recompute": recompute}
     down = getattr(self, layout.down)
     if not layout.dropout and scale is None and why_called(**{layout.down: down}) is None:
