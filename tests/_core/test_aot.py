@@ -75,6 +75,7 @@ def test_partial_sums_stay_apart(name: str) -> None:
     assert sums[1] >= sums[0] + 2 * compiled.asm["ttir"].count("tt.dot")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hopper, targets", [(True, ["sm_90"]), (False, list(aot.TARGETS))])
 @pytest.mark.parametrize("m", [16, 32, 64])
 def test_every_tile_of_linear_glu_fits(
@@ -93,6 +94,7 @@ def test_every_tile_of_linear_glu_fits(
             assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
@@ -138,6 +140,7 @@ def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: s
             assert used["LOCAL"] == 0 and used["STACK"] <= 8, f"spills: {used}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bias", [None, "*bf16", "*fp32"])
 @pytest.mark.parametrize("factors", [None, "*fp32"])
 @pytest.mark.parametrize("transposed", [False, True])

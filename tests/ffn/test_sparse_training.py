@@ -21,6 +21,8 @@ from tests.ffn.dense import dense, operands
 
 SMALL = (20, 16, 70, 12) if INTERPRET else LARGER
 """M, K, N, D. The interpreter takes seconds for each of a call's ten kernels."""
+TINY = (10, 8, 36, 6)
+"""For tests that compute a block many times, and compare it with itself."""
 BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
@@ -191,7 +193,7 @@ def test_any_density(m: int, n: int, k: int, shift: float, seed: int, device: to
 
 
 def test_same_bits_twice_and_accumulated(device: torch.device, generator: torch.Generator) -> None:
-    a, grad = drawn((70, 24, 300, 40), torch.float32, device, generator, 1.0)
+    a, grad = drawn(TINY if INTERPRET else (70, 24, 300, 40), torch.float32, device, generator, 1.0)
     a["x"][7] *= 64
     ours = leaves(a)
     first, second = (gradients(ours, block(ours), grad) for _ in range(2))
@@ -205,7 +207,7 @@ def test_same_bits_twice_and_accumulated(device: torch.device, generator: torch.
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_checkpoint(reentrant: bool, device: torch.device, generator: torch.Generator) -> None:
-    a, grad = drawn(SMALL, torch.float32, device, generator, 1.0)
+    a, grad = drawn(TINY, torch.float32, device, generator, 1.0)
     ours = leaves(a)
     want = gradients(ours, block(ours), grad)
     (checkpoint(lambda x: block(ours | {"x": x}), ours["x"], use_reentrant=reentrant) * grad).sum().backward()
@@ -264,7 +266,7 @@ def test_gradients_lie_as_their_weights(device: torch.device, generator: torch.G
 
 
 def test_only_some_operands_need_gradients(device: torch.device, generator: torch.Generator) -> None:
-    a, grad = drawn(SMALL, torch.float32, device, generator, 1.0)
+    a, grad = drawn(TINY, torch.float32, device, generator, 1.0)
     want = gradients(ours := leaves(a), block(ours), grad)
     for name in a:
         some = dict(a) | {name: a[name].clone().requires_grad_()}
@@ -361,7 +363,8 @@ def test_large(gated: bool, device: torch.device, generator: torch.Generator) ->
 
 def test_auto_follows_its_tracker(device: torch.device, generator: torch.Generator) -> None:
     """Dense until something is known, and then what pays; the device's counts arrive without a wait."""
-    a, grad = drawn((64, 24, 300, 40), torch.float32, device, generator, 3.0)
+    shape = TINY if INTERPRET else (64, 24, 300, 40)
+    a, grad = drawn(shape, torch.float32, device, generator, 3.0)
     tracker, pays = ffn.BlockTracker(lag=2), training.pays
     ours, ways = leaves(a), []
     try:
@@ -374,7 +377,7 @@ def test_auto_follows_its_tracker(device: torch.device, generator: torch.Generat
         training.pays = pays
     assert ways == ["fused", "fused", "gather", "gather", "gather"]
     known = tracker.rows.known(training=True)
-    assert known is not None and known.rows == 64
+    assert known is not None and known.rows == shape[0]
 
 
 def test_bursts_in_the_middle_of_training(device: torch.device, generator: torch.Generator) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +29,9 @@ def doctor() -> None:
     """
     console = Console()
     console.print(_versions())
+    if (kernels := cache()).is_dir():
+        size = sum(file.stat().st_size for file in kernels.rglob("*") if file.is_file())
+        console.print(f"compiled kernels: {_readable('_bytes', size)} in {kernels}", markup=False, soft_wrap=True)
     found = [device for device in devices() if _usable(device, console)]
     if len(found) == 1:
         console.print("no GPU that gossamer can use: every function runs as PyTorch code on the CPU")
@@ -38,6 +43,12 @@ def doctor() -> None:
     if failures:
         raise typer.Exit(1)
     console.print("[bold green]all is well[/]")
+
+
+def cache() -> Path:
+    """The folder in which Triton keeps compiled kernels."""
+    home = os.environ.get("TRITON_HOME") or Path.home()
+    return Path(os.environ.get("TRITON_CACHE_DIR") or Path(home, ".triton", "cache"))
 
 
 def _versions() -> Table:

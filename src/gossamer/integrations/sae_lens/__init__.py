@@ -45,6 +45,8 @@ except ImportError as error:
 from gossamer.integrations.sae_lens import _training
 from gossamer.integrations.sae_lens._latents import Latents
 
+__all__ = ["patch", "unpatch"]
+
 
 @dataclass(frozen=True)
 class Check:

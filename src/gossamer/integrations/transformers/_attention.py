@@ -26,7 +26,7 @@ from gossamer.nn import GatedSparseAttention
 from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.plain import hooked
 
-_PATCH, _UNPATCH = "integrations.transformers.patch_attention", "integrations.transformers.unpatch_attention"
+_PATCH = "integrations.transformers.patch_attention"
 _LOSS, _CALIBRATE = "integrations.transformers.indexer_loss", "integrations.transformers.calibrate"
 _CLASSES = (
     "LlamaAttention",
@@ -45,10 +45,10 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class AttentionReport(Report):
-    """What `patch_attention` did.
+    """The changes of `patch_attention`.
 
     Args:
-        replaced: name of a module -> what it was.
+        replaced: name of a module -> its class.
         left: name of a module that looks like self-attention -> why it computes as before.
         parameters: how many parameters the new indexers and gates have.
         selections: how many layers select; the others use the selection of one of these.
@@ -81,12 +81,13 @@ def patch_attention(
     share: int | Sequence[Sequence[int]] = 1,
     granularity: int = 1,
 ) -> AttentionReport:
-    """Replaces a model's self-attention by `nn.GatedSparseAttention` with its weights; `unpatch_attention` undoes it.
+    """Replaces a model's self-attention by `nn.GatedSparseAttention` with its weights; `unpatch` undoes it.
 
-    Sequences of up to k_base tokens are attended to as before. Longer ones need a trained indexer: `warm_up(model)`
-    attends densely and gives `indexer_loss(model)` something to learn from, then `warm_up(model, "sparse")` goes on
-    with the selected keys; `warm_up(model, None)` ends the training. Everything else works as it did: generation with a
-    growing or a static cache, padding on either side, gradient checkpointing.
+    Sequences of up to k_base tokens are attended to as before. Longer ones need a trained indexer. After
+    `train_indexers(model)` it attends densely and gives `indexer_loss(model)` something to learn from; after
+    `train_indexers(model, "sparse")` it goes on with the selected keys; `train_indexers(model, None)` ends that.
+    Everything else works as it did: generation with a growing or a static cache, padding on either side, gradient
+    checkpointing.
 
     Args:
         model: a model of transformers, or a module that contains one. Llama, Mistral, Mixtral, Qwen2 and 3, dense or of
@@ -102,8 +103,8 @@ def patch_attention(
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
-        What is replaced, and what is left and why. `print` it. A model that is patched already is left as it is, with a
-        warning, and its report is made again; `unpatch_attention` it to change an option.
+        The layers that are replaced, and those that are left and why. `print` it. A model that is patched already is
+        left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
 
     Raises:
         TypeError: model is no module.
@@ -148,31 +149,21 @@ def _report(made: dict[str, SparseSelfAttention], left: dict[str, str]) -> Atten
     return AttentionReport(replaced, left, parameters=parameters, selections=sum(new.selects for new in made.values()))
 
 
-def unpatch_attention(model: nn.Module) -> None:
-    """Undoes `patch_attention`; indexers and gates are gone. Where nothing is patched it changes nothing, and warns.
-
-    Args:
-        model: what was patched.
-
-    Raises:
-        TypeError: model is no module.
-
-    >>> unpatch_attention(model)  # doctest: +SKIP
-    """
-    found = _found(_UNPATCH, model)
-    if not found:
-        nothing_changed(_UNPATCH, model, "not patched")
+def undo(model: nn.Module) -> bool:
+    """Undoes `patch_attention`; whether there was anything to undo."""
+    found = _found(_PATCH, model)
     share_selections(model, {})
     for name, module in found.items():
         weight = module.q_proj.weight
         _put(model, name, module.replaces.to(weight.device, weight.dtype))
+    return bool(found)
 
 
-def warm_up(model: nn.Module, stage: str | None = "dense") -> list[nn.Parameter]:
-    """Sets what a patched model trains: the indexers beside dense attention, beside the selected keys, or nothing.
+def train_indexers(model: nn.Module, stage: str | None = "dense") -> list[nn.Parameter]:
+    """Lets the indexers of a patched model learn: beside dense attention, beside the selected keys, or not.
 
     Args:
-        model: what `patch_attention` has patched.
+        model: a model that `patch_attention` has patched.
         stage: "dense", "sparse" or None. The first two make each forward pass without a cache compute the indexers'
             losses, for `indexer_loss`; "dense" attends to every key.
 
@@ -183,11 +174,12 @@ def warm_up(model: nn.Module, stage: str | None = "dense") -> list[nn.Parameter]
         TypeError: model is no module.
         ValueError: nothing in it is patched, or another stage.
 
-    >>> optimizer = torch.optim.AdamW(warm_up(model))  # doctest: +SKIP
+    >>> optimizer = torch.optim.AdamW(train_indexers(model))  # doctest: +SKIP
     """
+    operator = "integrations.transformers.train_indexers"
     if stage not in ("dense", "sparse", None):
-        raise ValueError(f'integrations.transformers.warm_up: stage must be "dense", "sparse" or None, got {stage!r}.')
-    found = _patched("integrations.transformers.warm_up", model).values()
+        raise ValueError(f'{operator}: stage must be "dense", "sparse" or None, got {stage!r}.')
+    found = _patched(operator, model).values()
     for module in found:
         module.dense, module.learns, module.loss = stage == "dense", stage is not None, None
     return [parameter for module in found if module.selects for parameter in module.indexer.parameters()]
@@ -197,7 +189,7 @@ def indexer_loss(model: nn.Module) -> Tensor:
     """The mean of `attention.indexer_loss` over the layers of the last forward pass; no gradient goes to the rest.
 
     Args:
-        model: what `patch_attention` has patched, and `warm_up` has set to learn.
+        model: a model that `patch_attention` has patched, and `train_indexers` has set to learn.
 
     Raises:
         TypeError: model is no module.
@@ -208,8 +200,8 @@ def indexer_loss(model: nn.Module) -> Tensor:
     losses = [module.loss for module in _patched(_LOSS, model).values() if module.loss is not None]
     if not losses:
         raise ValueError(
-            f"{_LOSS}: no forward pass has computed a loss. Call warm_up(model), and then the model without a cache "
-            "(use_cache=False)."
+            f"{_LOSS}: no forward pass has computed a loss. Call train_indexers(model), and then the model "
+            "without a cache (use_cache=False)."
         )
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
@@ -221,7 +213,7 @@ def calibrate(model: nn.Module, *args: Any, share: float = 1.0, **kwargs: Any) -
     scoring costs, in plain PyTorch, and waits for the device.
 
     Args:
-        model: what `patch_attention(model, adaptive="variance")` has patched.
+        model: a model that `patch_attention(model, adaptive="variance")` has patched.
         args, kwargs: as the model takes them: ids, an attention mask.
         share: above 0 and up to 1, how far what a layer knows moves to what it finds, as in
             `nn.GatedSparseAttention.calibrate`.
@@ -471,7 +463,7 @@ class _Runs:
         if bad.device.type == "cpu" and not torch.compiler.is_compiling() and bool(bad.any()):
             raise ValueError(
                 f"{_PATCH}: attention_mask must let each query see one run of tokens up to its own, as padding on "
-                "either side does; that of packed sequences or of a prefix does not. Call unpatch_attention, or give "
+                "either side does; that of packed sequences or of a prefix does not. Call unpatch, or give "
                 "the sequences as rows of a batch."
             )
         return cls(start, last - start, num_queries, seen.shape[1], bad)
