@@ -25,7 +25,7 @@ from demo.train import Clock, sample, variance_explained
 from gossamer.cli import environment, main
 from gossamer.extract import Extraction, extract
 from gossamer.extract.text import Text
-from gossamer.nn import JumpReLUSAE, load
+from gossamer.nn import JumpReLUSAE, load_sae
 
 SMALL = ModelConfig(d_model=32, n_layers=2, n_heads=2, d_ff=64, context=32)
 HOSTILE = "<script src='https://example.org/x.js'></script> & \"quoted\"\t\x01 "
