@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from benchmarks.sparsity.order import propose, seconds, tiles
 from gossamer._core import checks
 from gossamer.ffn.block import Block, activated, run
-from gossamer.ffn.costs import GROUP
-from gossamer.sparsity.statistics import Batch, observe, run_batches, sparse_blocks
+from gossamer.sparsity.statistics import GROUP, Batch, observe, run_batches, sparse_blocks
 
 _OPERATOR = "coactivation"
 _MEASURED = 4096

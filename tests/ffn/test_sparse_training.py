@@ -125,9 +125,11 @@ def test_rows_in_no_list(
 ) -> None:  # fmt: skip
     """Too many entries for a row, for the buffer and for a tile: such rows are computed all the same, in turns."""
     if device.type == "cuda" or INTERPRET:
+        from gossamer.ffn._triton import heavy as kernels
         from gossamer.ffn._triton import train_heavy
 
-        monkeypatch.setattr(train_heavy, "reserved", lambda m: 16)
+        for module in (kernels, train_heavy):
+            monkeypatch.setattr(module, "reserved", lambda *_: 16)
     a, grad = drawn((41, 24, 70, 20), torch.float32, device, generator, 1.0)
     a = taken(a, gated)
     counts = (a["x"] @ a["gate"].t() + a["gate_bias"] > 0).sum(1)
@@ -251,6 +253,16 @@ def test_module_in_training(method: str, device: torch.device, generator: torch.
     assert module.last_path == ("fused" if method == "auto" else "gather")
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+
+
+def test_gradients_lie_as_their_weights(device: torch.device, generator: torch.Generator) -> None:
+    """In memory, so that nothing is copied when they are accumulated."""
+    a, grad = drawn(SMALL, torch.float32, device, generator, 1.0)
+    for turned in (False, True):
+        ours = leaves(a | {"down": a["down"].t().contiguous().t()} if turned else a)
+        found = gradients(ours, block(ours), grad)
+        assert all(found[name].stride() == leaf.stride() for name, leaf in ours.items()), turned
+        torch.testing.assert_close(found, gradients(want := leaves(a), block(want), grad))
 
 
 def test_only_some_operands_need_gradients(device: torch.device, generator: torch.Generator) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from gossamer._core.modes import evaluating
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import Block, activated
-from gossamer.ffn.costs import GROUP
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+GROUP = 32
+"""Neighbouring tokens whose neurons are counted together."""
 _ELEMENTS = 1 << 24
 """Activations in memory at one time."""
 Batch = Tensor | Mapping[str, Any] | tuple[Any, ...]
