@@ -307,7 +307,7 @@ def test_the_stream_is_a_source_with_its_bytes(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_is_what_was_measured(results: dict, out: Path) -> None:
-    sae, found = load(out / "sae").eval(), Extraction(out / "latents")
+    sae, found = load_sae(out / "sae").eval(), Extraction(out / "latents")
     x = torch.from_numpy(np.load(out / "sae" / "activations.npy"))
     assert x.shape == (features.WINDOWS_AT_ONCE * 32, 32)
     with torch.no_grad():
