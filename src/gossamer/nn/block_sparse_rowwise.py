@@ -41,7 +41,7 @@ class BlockSparseRowwise(nn.Module):
     dense for the time of the call (`blocksparse.apply_rowwise`).
 
     Args:
-        module: takes and returns `[..., M, N]`; an `nn.Linear` may return another N. It stays what it is: its
+        module: takes and returns `[..., M, N]`; an `nn.Linear` may return another N. It stays the same module: its
             parameters, state and mode are its own.
 
     Raises:
@@ -64,7 +64,7 @@ class BlockSparseRowwise(nn.Module):
     def forward(self, x: BlockSparseTensor, layout: Layout | None = None) -> BlockSparseTensor:
         """x: `[..., M, N]`, floating -> the same, or `[..., M, out_features]` of an `nn.Linear`.
 
-        layout: of the result of an `nn.Linear`; None takes x's. What stands elsewhere, its bias too, is left out.
+        layout: of the result of an `nn.Linear`; None takes x's. Elements elsewhere, the bias too, are left out.
         """
         if not isinstance(x, BlockSparseTensor):
             raise TypeError(
