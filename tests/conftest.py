@@ -179,8 +179,8 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         with torch.no_grad():
             if out.is_floating_point():
                 out.fill_(float("nan"))
-            elif out.dtype in (torch.int32, torch.int64):
-                out.fill_(0x5A5A5A5A)
+            elif out.dtype is not torch.bool and not out.is_complex():
+                out.fill_(0x5A5A5A5A >> max(32 - 8 * out.element_size(), 0))
         return out
 
     return call

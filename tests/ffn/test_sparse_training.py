@@ -13,6 +13,7 @@ from gossamer import ffn, gemm, nn
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import training
+from gossamer.ffn.records import SparseTraining
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.testing import assert_close
 from tests.ffn.dense import SMALL as LARGER
@@ -129,7 +130,9 @@ def test_rows_in_no_list(
     a = taken(a, gated)
     counts = (a["x"] @ a["gate"].t() + a["gate_bias"] > 0).sum(1)
     ours, wide = leaves(a), leaves(a, torch.float64)
-    out, _, nnz, fired, _, _, offsets, heavy, _ = sparse_training(*operator_arguments(ours, limit, room, slots))
+    out, _, nnz, fired, _, _, offsets, heavy, _ = sparse_training(
+        SparseTraining(*operator_arguments(ours, limit, room, slots))
+    )
     listed = heavy[1 : 1 + int(heavy[0])]
     assert nnz.tolist() == counts.tolist() and int(fired.sum()) == int(counts.sum())
     # On the CPU a tile has slots for all.
@@ -155,7 +158,7 @@ def test_penalty_and_counts(gated: bool, device: torch.device, generator: torch.
     a = taken(a, gated)
     for limit in (300, 6):
         ours, wide = leaves(a), leaves(a, torch.float64)
-        out, l1, nnz, fired, *_ = sparse_training(*operator_arguments(ours, limit, 2000))
+        out, l1, nnz, fired, *_ = sparse_training(SparseTraining(*operator_arguments(ours, limit, 2000)))
         names = [name for name in a if name != "down_bias"]
         hidden = torch.relu(wide["x"] @ wide["gate"].t() + wide["gate_bias"])
         active = hidden > 0

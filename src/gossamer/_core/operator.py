@@ -39,9 +39,10 @@ class Operator(Generic[Record]):
     `name` is "room.function", `paths` has a sentence for each path of a GPU, and `overload` is PyTorch's object.
     """
 
-    def __init__(self, record: type[Record], overload: Any, paths: Mapping[str, str]) -> None:
+    def __init__(self, record: type[Record], overload: Any, choose_path: Any, paths: Mapping[str, str]) -> None:
         room, name = record.__module__.split(".")[1], overload._schema.name.split("::")[1]
-        self.name, self.record, self.overload, self.paths = f"{room}.{_without(name, room)}", record, overload, paths
+        self.name, self.record, self.overload = f"{room}.{name.removeprefix(room + '_')}", record, overload
+        self.choose_path, self.paths = choose_path, paths
         self._tensors = _picker([place for place, hint in enumerate(_hints(record)) if "Tensor" in _word(hint)])
         self._run: dict[str, Callable[..., Any]] = {}
         self._apply: dict[str, Callable[..., Any]] = {}
@@ -50,16 +51,14 @@ class Operator(Generic[Record]):
         if torch.compiler.is_compiling():
             return self.overload(*call)
         recording, last, tensors = torch.is_grad_enabled(), None, self._tensors(call)
+        if not ops._PLAIN.issuperset(map(type, tensors)):
+            return self.overload(*call)
         for tensor in tensors:
             if tensor is not None:
                 last = tensor
                 # A tensor that has outlived a transform of torch.func looks plain, and the dispatcher unwraps it; so
                 # does a batch of gradients, which the dispatcher takes apart.
-                if (
-                    type(tensor) not in ops._PLAIN
-                    or ops._is_batched(tensor)
-                    or (recording and ops._is_wrapped(tensor))
-                ):
+                if ops._is_batched(tensor) or (recording and ops._is_wrapped(tensor)):
                     return self.overload(*call)
         assert last is not None
         device = last.device.type
@@ -77,7 +76,7 @@ def register(
     cpu: Callable[[Record], Any],
     fake: Callable[[Record], Any],
     choose_path: Callable[[Record], str] | None = None,
-    paths: Mapping[str, str] | None = None,
+    paths: Mapping[Any, str] | None = None,
     backward: Callable[[Record, Any, Any, Any], Mapping[str, Tensor | None]] | None = None,
     saved: tuple[str, ...] = (),
     keep: Callable[[Record, Any], tuple[Any, ...]] | None = None,
@@ -113,8 +112,8 @@ def register(
         name = schema.split("(", 1)[0]
         ops._library.define(schema)
         overload = getattr(getattr(torch.ops, ops.NAMESPACE), name).default
-        operator = OPERATORS[name] = Operator(record, overload, paths or {})
-        launch = _launcher(operator, launchers, choose_path)
+        operator = OPERATORS[name] = Operator(record, overload, choose_path, paths or {})
+        launch = _launcher(operator, launchers)
         operator._run = {
             "cpu": _without_autocast(launch if ops.INTERPRET else cpu, "cpu"),
             "cuda": _without_autocast(launch, "cuda"),
@@ -169,10 +168,6 @@ def _word(hint: Any) -> str:
     return f"{_word(inner[0])}[]" if origin is tuple else _WORDS[hint]
 
 
-def _without(name: str, room: str) -> str:
-    return name.removeprefix(f"{room}_")
-
-
 def _picker(places: list[int]) -> Callable[[Any], tuple[Any, ...]]:
     """The items of a sequence at these places."""
     if len(places) > 1:
@@ -197,9 +192,9 @@ def _without_autocast(run: Callable[..., Any], device: str) -> Callable[..., Any
     return call
 
 
-def _launcher(operator: Operator[Any], launchers: Any, choose_path: Any) -> Callable[..., Any]:
+def _launcher(operator: Operator[Any], launchers: Any) -> Callable[..., Any]:
     """Calls the launcher of a call's path with contiguous tensors, inside of a profiler's range."""
-    record = operator.record
+    record, choose_path = operator.record, operator.choose_path
     dense = [
         place
         for place, hint in enumerate(_hints(record))
@@ -244,16 +239,18 @@ def _gradient(
     def function(run: Callable[..., Any]) -> Any:
         def forward(ctx: Any, *args: Any) -> Any:
             if backward is None:
-                ops._refuse(once)
+                ops._refuse(str(once))
             out = run(*args)
             if differentiable is not None:
                 ctx.mark_non_differentiable(*out[differentiable:])
             ctx.set_materialize_grads(False)
             tensors, ctx.others = of_saved(args), of_others(args)
             if keep is not None:
-                kept = keep(_new(record, args), out)
-                tensors += tuple([value if isinstance(value, Tensor) else None for value in kept])
-                ctx.kept = [None if isinstance(value, Tensor) else value for value in kept]
+                kept, ctx.kept = keep(_new(record, args), out), None
+                if not ops._PLAIN.issuperset(map(type, kept)):
+                    ctx.kept = [None if isinstance(value, Tensor) else value for value in kept]
+                    kept = tuple([value if isinstance(value, Tensor) else None for value in kept])
+                tensors += kept
             ctx.save_for_backward(*tensors)
             return out
 
@@ -266,9 +263,9 @@ def _gradient(
             # Once: a checkpoint recomputes them a single time.
             tensors = ctx.saved_tensors
             call = _new(record, of_all((*tensors[: len(saved)], *ctx.others, None)))
-            kept = () if keep is None else tuple(
-                [value if tensor is None else tensor for tensor, value in zip(tensors[len(saved) :], ctx.kept)]
-            )
+            kept = tensors[len(saved) :]
+            if keep is not None and ctx.kept is not None:
+                kept = tuple([value if tensor is None else tensor for tensor, value in zip(kept, ctx.kept)])
             needs = _new(record, ctx.needs_input_grad)
             if autocast.enabled(given.device):
                 # The forward pass has chosen the dtypes, whatever a backward pass runs under.

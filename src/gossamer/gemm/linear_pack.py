@@ -8,10 +8,12 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
+from gossamer._core.ops import undispatched
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
-from gossamer.gemm.linear_pack_path import path_of
+from gossamer.gemm.linear_pack_path import PATHS, choose_path
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse.container import unchecked, unchecked_source
 from gossamer.rowsparse.formats import ELL, TwELL, empty_ell, empty_twell, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
@@ -87,10 +89,9 @@ def linear_pack(
         if threshold.dim() == 0 or threshold.dtype is not threshold_dtype(weight.dtype):
             threshold = threshold.to(threshold_dtype(weight.dtype)).expand(n)
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
-    operands = (flat, weight, bias, threshold)
-    call = _linear_pack if autocasts else undispatched(_linear_pack, *operands)
     squared = name == "relu2"
-    values, indices, counts, nnz = call(*operands, tile, slots, capacity, squared)
+    call = LinearPack(flat, weight, bias, threshold, tile, slots, capacity, squared)
+    values, indices, counts, nnz = linear_pack_operator(call)
     shape, source = (*leading, n), None
     if slots < min(tile, n) or (capacity is not None and capacity < n):
         if not torch.is_grad_enabled():
@@ -135,58 +136,59 @@ def check_options(
     return slots, max(1, min(capacity, n))
 
 
-def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    tile, slots, capacity = rest[2:5]
-    m, n = x.shape[0], weight.shape[0]
-    packed = empty_twell(x, m, n, tile, slots) if capacity is None else empty_ell(x, m, capacity)
+def _fake(call: LinearPack) -> tuple[Tensor, ...]:
+    x, m, n = call.x, call.x.shape[0], call.weight.shape[0]
+    if call.capacity is None:
+        packed = empty_twell(x, m, n, call.tile, call.slots)
+    else:
+        packed = empty_ell(x, m, call.capacity)
     return *packed, x.new_empty(m, dtype=torch.int32)
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, _, ctx.tile, _, ctx.capacity, squared = inputs
-    values, indices, counts, nnz = output
-    ctx.mark_non_differentiable(indices, counts, nnz)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, indices, counts, values if squared else None)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def _keep(call: LinearPack, results: Any) -> tuple[Tensor | None, ...]:
+    values, indices, counts, _ = results
+    return indices, counts, values if call.squared else None
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _backward(call: LinearPack, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     """Every stored entry is active: the gradient of z is that of the values. Rows that overflowed are read from the
     source, which has a gradient of its own."""
-    if grad is None:
-        return (None,) * 8
-    x, weight, indices, counts, squares = ctx.saved_tensors
+    x, weight, bias = call[:3]
+    (indices, counts, squares), grad, n = kept, grads[0], weight.shape[0]
     if squares is not None:
         # Slots without an entry hold anything, a NaN or a number below 0 as well; they are not read.
         grad = 2 * grad * squares.sqrt()
-    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    n = weight.shape[0]
-    if ctx.capacity is None:
-        grad, indices, counts = lists(grad, indices, counts, ctx.tile, n)
+    if call.capacity is None:
+        grad, indices, counts = lists(grad, indices, counts, call.tile, n)
     else:
-        counts = torch.where(counts > ctx.capacity, 0, counts)
-    grad_x = grad_weight = grad_bias = None
-    if need_x:
-        call = undispatched(matmul_operator, grad, weight)
-        grad_x = call(grad, indices, counts, None, weight, None, x.dtype)
-    if need_weight or need_bias:
+        counts = torch.where(counts > call.capacity, 0, counts)
+    found: dict[str, Tensor | None] = {}
+    if needs.x:
+        multiply = undispatched(matmul_operator, grad, weight)
+        found["x"] = multiply(grad, indices, counts, None, weight, None, x.dtype)
+    if needs.weight or needs.bias:
         columns = undispatched(transpose_keys, indices, counts)(indices, counts, n)
-    if need_weight:
-        grad_weight = gradients(x, indices, columns, grad, counts, None, None, weight.dtype)[0]
-    if need_bias:
+    if needs.weight:
+        found["weight"] = gradients(x, indices, columns, grad, counts, None, None, weight.dtype)[0]
+    if bias is not None and needs.bias:
         ones, wide = x.new_ones(x.shape[0], 1), threshold_dtype(weight.dtype)
-        grad_bias = gradients(ones, indices, columns, grad, counts, None, None, wide)[0][:, 0].to(ctx.bias_dtype)
-    return grad_x, grad_weight, grad_bias, *(None,) * 5
+        sums = gradients(ones, indices, columns, grad, counts, None, None, wide)[0]
+        found["bias"] = sums[:, 0].to(bias.dtype)
+    return found
 
 
-_linear_pack = register(
-    "linear_pack(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, int tile, int slots, SymInt? capacity, "
-    "bool squared) -> (Tensor, Tensor, Tensor, Tensor)",
+@register(
+    LinearPack,
     cpu=_cpu.linear_pack,
-    strided=("x", "weight"),
     fake=_fake,
-    setup_context=_context,
+    choose_path=choose_path,
+    paths=PATHS,
     backward=_backward,
-    path=path_of,
+    saved=("x", "weight", "bias"),
+    keep=_keep,
+    differentiable=1,
 )
+def linear_pack_operator() -> Any:
+    from gossamer.gemm._triton.linear_pack import linear_pack
+
+    return linear_pack

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -195,7 +195,7 @@ class Recorder:
         span = max(GROUP, _ELEMENTS // max(n, 1) // GROUP * GROUP)
         for first in range(0, x.shape[0], span):
             some = slice(first, first + span)
-            active = activated(replace(block, x=x[some])) != 0
+            active = activated(block._replace(x=x[some])) != 0
             found.add(active, *(None if t is None else t[some] for t in flat))
 
     def _tokens(self, name: str, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:

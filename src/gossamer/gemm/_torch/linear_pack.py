@@ -5,6 +5,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse._torch.pack import ell_from_entries, row_offsets_of
 from gossamer.rowsparse._torch.twell import pack_positions, positions_above
@@ -13,18 +14,10 @@ _BLOCK = 1 << 24
 """Pre-activations in memory at one time: few beside the weights, and enough rows for a fast product."""
 
 
-def linear_pack(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    tile: int,
-    slots: int,
-    capacity: int | None,
-    squared: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `linear_pack` -> (values, indices, nnz_per_tile, nnz), or with a capacity (values, indices,
-    nnz_per_row, nnz), which needs no tiles here."""
+def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values, indices, nnz_per_tile, nnz), or with a capacity (values, indices, nnz_per_row, nnz), which needs no
+    tiles here."""
+    x, weight, bias, threshold, tile, slots, capacity, squared = call
     step = max(64, _BLOCK // max(weight.shape[0], 1))
     blocks = []
     for rows in x.split(step) if x.shape[0] > step else (x,):

@@ -12,27 +12,20 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.gemm.linear_pack_path import choose_path, packs
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
 from gossamer.rowsparse.formats import empty_twell
 from gossamer.rowsparse.pack import one_program_a_row
 
 
-def linear_pack(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    tile: int,
-    slots: int,
-    capacity: int | None,
-    squared: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `linear_pack`."""
+def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values, indices, counts, nnz) of a TwELL, or with a capacity of an ELL."""
+    x, weight, bias, threshold, tile, slots, capacity, squared = call
     m, n = x.shape[0], weight.shape[0]
     values, indices, counts = empty_twell(x, m, n, tile, slots)
     if counts.numel() == 0:
         nnz = torch.zeros(m, dtype=torch.int32, device=x.device)
-    elif choose_path(x, weight, tile, slots) == "blocks":
+    elif choose_path(call) == "blocks":
         # Where programs share a row they add to it.
         shared = not one_program_a_row(m % rows_of_block(m, n, x) or m, n)
         nnz = (torch.zeros if shared else torch.empty)(m, dtype=torch.int32, device=x.device)
