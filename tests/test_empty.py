@@ -168,6 +168,8 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
         repeat_interleave(left, 2, -1),
         blocksparse.cat([left, right], -2),
         left + x.new_zeros(b, 16 * rows, 1),
+        left * x.new_zeros(b, 16 * rows, 1),
+        left.square(),
     ]
     yield from (p.to_dense() if isinstance(p, blocksparse.BlockSparseTensor) else p for p in products)
     yield left.sum()

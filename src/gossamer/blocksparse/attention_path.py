@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -11,11 +12,12 @@ from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
-PATHS = {
-    "split": "So few queries meet many keys that the keys of each are cut among several programs.",
-    "hopper": "A Hopper GPU, heads of 16 bits with up to 128 columns, a multiple of 8, blocks from 64 on, a positive "
-    "scale, and nothing added to the scores.",
-    "tiles": "Every other call.",
+Path = Literal["split", "hopper", "tiles"]
+PATHS: dict[Path, str] = {
+    "split": "so few queries that programs are left: the keys of each query are cut among several programs",
+    "hopper": "16 bits on Hopper, heads of up to 128 columns, a multiple of 8, blocks from 64 on, a positive scale and "
+    "nothing added to the scores: kernels that the copy engine feeds",
+    "tiles": "all other calls: tiles of queries that walk their lists of keys",
 }
 
 
@@ -58,13 +60,13 @@ def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
     return Problem(b, h, max(hk, 1), tq, tk, d, own, (height, width), call.causal, call.scale)
 
 
-def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> str:
+def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Path:
     """One of `PATHS`."""
     plain = call.bias is None and call.relative is None
     return path_for(problem_of(call), call.q.dtype, call.q.device, plain)
 
 
-def path_for(problem: Problem, dtype: torch.dtype, device: torch.device, plain: bool) -> str:
+def path_for(problem: Problem, dtype: torch.dtype, device: torch.device, plain: bool) -> Path:
     """The path of a problem, to whose scores nothing is added if it is `plain`."""
     if splits_of(problem, device) > 1:
         return "split"

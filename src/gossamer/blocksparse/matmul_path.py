@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,12 +14,13 @@ from gossamer._core import tuning
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseMatmul
 
-PATHS = {
-    "dense": "A Hopper GPU, and blocks of 16 or 32 so many, or blocks of 64 of one operand of a large product about "
-    "half, that dense copies and their product are faster.",
-    "hopper": "A Hopper GPU, 16 bits or TF32, blocks of 64 or 128 that divide the matrices, and more than a few tiles; "
-    "not where so few pairs of two block-sparse operands meet that looking for them is faster.",
-    "blocks": "Every other product.",
+Path = Literal["dense", "hopper", "blocks"]
+PATHS: dict[Path, str] = {
+    "dense": "Hopper, and blocks of 16 or 32 so many, or blocks of 64 of one operand of a large product about half: "
+    "dense copies and their product",
+    "hopper": "16 bits or TF32 on Hopper, blocks of 64 or 128 that divide the matrices, more than a few tiles, and "
+    "pairs of blocks that mostly meet: one kernel that the copy engine feeds",
+    "blocks": "all other calls: tiles that walk lists of blocks, or of the pairs that meet",
 }
 SPEED = {16: 0.083, 32: 0.26}
 """How fast small blocks are multiplied, of the rate of dense products in `tuning.rates`. A tile has but 16 or 32 rows,
@@ -69,7 +70,7 @@ class Plan(NamedTuple):
     """The path of a product; whether it is computed transposed, so that its list is on the left; whether operands of
     TF32 are copied so that neighbours lie along K; whether Hopper's tiles are faster; and Hopper's walk."""
 
-    path: str
+    path: Path
     turned: bool
     by_inner: bool
     wide: bool
@@ -90,7 +91,7 @@ class Turned(NamedTuple):
     trans: tuple[bool, bool, bool, bool, bool]
 
 
-def choose_path(call: BlocksparseMatmul) -> str:
+def choose_path(call: BlocksparseMatmul) -> Path:
     """One of `PATHS`."""
     return plan_of(call).path
 

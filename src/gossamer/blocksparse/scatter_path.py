@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.blocksparse.records import BlocksparseScatterReduce
 
-PATHS = {
-    "matrices": "Indices point along a leading dimension.",
-    "shared": "Indices point along rows of at most 16,384 columns, values are floats, the GPU is a Hopper one, and the "
-    "reduction is not the last value.",
-    "transposed": "As for `shared`, but along columns, with so many entries that to transpose the blocks costs less "
-    "than a walk of columns.",
-    "lines": "Every other call along rows or columns.",
+Path = Literal["matrices", "shared", "transposed", "lines"]
+PATHS: dict[Path, str] = {
+    "matrices": "indices along a leading dimension: a program walks the matrices that follow each other",
+    "shared": "floats on Hopper along rows of up to 16,384 columns, and a reduction: results of rows in shared memory",
+    "transposed": "floats on Hopper along columns, with entries enough to pay: blocks are transposed for `shared`",
+    "lines": "all other calls: a walk of rows or columns with results in global memory",
 }
 LONGEST = 16384
 """Columns of a row at most whose result stands in shared memory: three rows share a multiprocessor then."""
@@ -24,7 +25,7 @@ by it with 2^22 entries or fewer (four matrices of n 1,024: 203 us for 97 with h
 6.4 million (n 2,048, five of eight missing: 211 us for 379). CUDA graphs won with all."""
 
 
-def choose_path(call: BlocksparseScatterReduce) -> str:
+def choose_path(call: BlocksparseScatterReduce) -> Path:
     """One of `PATHS`."""
     capacity, src, device = call.form[7], None if call.src is None else call.src.dtype, call.index.device
     elements = capacity * call.index[0].numel() * (1 if call.given is None else 2)
@@ -41,7 +42,7 @@ def path_for(
     device: torch.device,
     entries: int,
     elements: int,
-) -> str:
+) -> Path:
     """The path of a scatter along an axis into matrices of a size; there is room for so many `entries` in the indices,
     and `elements` that are read and written as input and result.
 
