@@ -86,7 +86,7 @@ def attention(
     key = _key(q, k, v, layout, (mask, bias, relative, lengths), causal, scale)
     settings = _checked.get(key)
     if settings is not None:
-        given: tuple[Tensor | None, ...] = q, k, v, None, None, None, None
+        given: Any = q, k, v, None, None, None, None
     else:
         _check(q, k, v, layout)
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
@@ -103,7 +103,8 @@ def attention(
         settings = z, causal, scale
         _checked.keep(key, settings)
         given = q, k, v, extra, queried, places, lengths
-    out, lse = _attention(BlocksparseAttention(*given, layout.buffer, layout.form, *settings))
+    given = *given, layout.buffer, layout.form, *settings
+    out, lse = _attention(BlocksparseAttention(*given))
     return (out, lse) if return_lse else out
 
 

@@ -32,18 +32,20 @@ class Indexed:
     """
 
     index: Tensor
-    at: tuple[Any, ...]
+    at: Any
 
     def gather(self, values: Tensor, strict: bool = False) -> Tensor:
         """Blocks of index's layout: the elements that the indices find in values, 0 for none. An index out of range
         is none, or an error with `strict`, which a GPU shows as NaN."""
-        return _gather(BlocksparseGather(values, self.index, *self.at, strict))
+        call = BlocksparseGather(values, self.index, *self.at, strict)  # type: ignore[call-arg]
+        return _gather(call)
 
     def scatter(
         self, given: Tensor | None, src: Tensor | None, reduce: str, include_self: bool, dtype: torch.dtype
     ) -> Tensor:
         """Blocks of the layout: `src`, aligned with index, or ones if None, joined with what is given, or zeros."""
-        return _scatter(BlocksparseScatterReduce(given, src, self.index, *self.at, reduce, include_self, dtype))
+        options: Any = reduce, include_self, dtype
+        return _scatter(BlocksparseScatterReduce(given, src, self.index, *self.at, *options))
 
     def count(self) -> Tensor:
         """int32 blocks of the layout: how many indices point at each element."""

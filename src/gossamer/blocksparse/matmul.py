@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -211,11 +211,9 @@ def _product(left: _Operand, right: _Operand, out_layout: Layout | None, sizes: 
             f"{_NAME}: on the GPU M, K and N must be less than 2^24 (a batch of dense matrices beside one block-sparse "
             f"counts as one wide matrix), got {list(sizes[1:4])}. Split the operands."
         )
-    given = [part for layout in (left.layout, right.layout, out_layout) for part in _parts(layout)]
-    call = BlocksparseMatmul(
-        left.values, right.values, *given, sizes[:4], sizes[4:], left.transposed, right.transposed
-    )  # fmt: skip
-    out: Tensor = _matmul(call)
+    given: list[Any] = [part for layout in (left.layout, right.layout, out_layout) for part in _parts(layout)]
+    settings: Any = sizes[:4], sizes[4:], left.transposed, right.transposed
+    out: Tensor = _matmul(BlocksparseMatmul(left.values, right.values, *given, *settings))
     return out
 
 
@@ -236,7 +234,7 @@ def _backward(call: BlocksparseMatmul, kept: Any, grads: Any, needs: Any) -> dic
     flip_a, flip_b, flip_out = (layout is not None for layout, _ in (of_a, of_b, of_out))
     # A dense matrix is transposed by a view, blocks by a flag.
     turned, other_a, other_b = (x if flip else x.mT for x, flip in ((grad, flip_out), (a, flip_a), (b, flip_b)))
-    made, product = {}, BlocksparseMatmul
+    made, product = {}, cast(Any, BlocksparseMatmul)
     if needs.a and trans_a:
         sizes = (z, k, n, m), (bk, bn, bm)
         made["a"] = _matmul(product(b, turned, *of_b, *of_out, *of_a, *sizes, trans_b, flip_out))

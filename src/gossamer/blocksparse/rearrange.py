@@ -466,13 +466,14 @@ def _pull(values: Tensor, source: Source, layout: Layout, move: Moved) -> BlockS
     """`layout`'s blocks, each element from where the axes say."""
     (buffer, form), block, device = source, layout.block_size, values.device
     tile = move.axes[1].tile(values.shape[1], block[0]), move.axes[2].tile(values.shape[2], block[1])
-    maps: list[Tensor | None] = [None] * 3
-    inverses: list[Tensor | None] = [None] * 3
+    maps: Any = [None] * 3
+    inverses: Any = [None] * 3
     # Operators read no map where source or result has no elements.
     if form.z * form.m * form.n and math.prod(layout.dense_shape):
         maps = move.once("maps", lambda: move.maps(device))
         inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else inverses
-    call = BlocksparseRearrange(values, buffer, form, layout.buffer, layout.form, *maps, *inverses, tile)
+    given: Any = layout.form, *maps, *inverses, tile
+    call = BlocksparseRearrange(values, buffer, form, layout.buffer, *given)
     return BlockSparseTensor(_rearrange(call), layout)
 
 

@@ -113,7 +113,7 @@ class BlocksparseGather(NamedTuple):
     """
 
     values: Tensor
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     layout: Tensor
     form: tuple[int, ...]
     index_layout: Tensor
@@ -125,7 +125,7 @@ class BlocksparseGather(NamedTuple):
 class BlocksparseGatherReach(NamedTuple):
     """Bool `[Z, rows, cols]`: the blocks of matrices of `target` form in which there are elements that indices name."""
 
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     index_layout: Tensor
     index_form: tuple[int, ...]
     axis: tuple[int, ...]
@@ -140,7 +140,7 @@ class BlocksparseScatterReduce(NamedTuple):
 
     given: Tensor | None
     src: Tensor | None
-    index: Tensor
+    index: Tensor  # type: ignore[assignment]
     layout: Tensor
     form: tuple[int, ...]
     index_layout: Tensor

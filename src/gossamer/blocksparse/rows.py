@@ -118,7 +118,8 @@ def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: An
 
 
 def _most_backward(call: BlocksparseMost, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    (grad,), (found,), (values, *lists) = grads, kept, call
+    (grad,), (found,), values = grads, kept, call.values
+    lists = call.layout, call.form, call.dim
     best = values == _spread(BlocksparseSpread(found, *lists)).unsqueeze(call.dim)
     share = grad / _collect(BlocksparseCollect(best.to(grad.dtype).sum(call.dim), *lists))
     return {"values": torch.where(best, _spread(BlocksparseSpread(share, *lists)).unsqueeze(call.dim), 0)}

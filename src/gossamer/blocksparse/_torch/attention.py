@@ -46,7 +46,7 @@ class Attention:
         self.relative, self.places, self.lengths = call.relative, call.places, call.lengths
         self.lists, self.own, self.causal, self.scale = Lists(call.layout, call.form), call.own, call.causal, call.scale
         self.row_offsets, self.col_indices = self.lists.row_offsets, self.lists.col_indices
-        self.elements, self.block = self.lists.elements, tuple(self.lists.form[3:5])
+        self.elements, self.block = self.lists.elements, (self.lists.form.height, self.lists.form.width)
 
     def chunks(self) -> Iterator[_Chunk]:
         (b, h, tq, _), (_, hk, tk, _) = self.q.shape, self.k.shape

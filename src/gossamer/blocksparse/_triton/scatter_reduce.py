@@ -21,6 +21,7 @@ in a float32 buffer.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -359,7 +360,7 @@ def scatter_transposed(call: BlocksparseScatterReduce) -> Tensor:
     index = turn_blocks(call.index, names, torch.int32)
     given = None if given is None else turn_blocks(given, lists, given.dtype)
     src = None if src is None else turn_blocks(src, names, src.dtype)
-    turned = {"form": lists.form.mT, "index_form": names.form.mT, "axis": (2, *call.axis[1:])}
+    turned: dict[str, Any] = {"form": lists.form.mT, "index_form": names.form.mT, "axis": (2, *call.axis[1:])}
     put = scatter_shared(call._replace(given=given, src=src, index=index, **turned))
     del index, given, src  # their memory serves the result
     # Behind the last block there are zeros already, or NaN where the indices lost blocks.
