@@ -93,12 +93,11 @@ class Operands:
 
     def by_hand(self) -> Tensor:
         """The operators of `rowsparse`."""
-        values, indices, counts, _ = _linear_pack(
-            self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False
-        )
+        options = (256, self.slots, self.capacity, False)
+        values, indices, spans = _linear_pack(self.x, self.gate, self.bias, None, *options)
         if self.up is not None:
-            values = values * sampled_operator(self.x, self.up, indices, counts, None, False, True, None)[0]
-        return matmul_operator(values, indices, counts, None, self.down, None, None)
+            values = values * sampled_operator(self.x, self.up, indices, spans, None, False, True, None)[0]
+        return matmul_operator(values, indices, spans, None, self.down, None, None)
 
     @property
     def operands(self) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ from gossamer.extract import source_files
 from gossamer.extract.seal import seal
 from gossamer.extract.statistics import Statistics
 from gossamer.extract.text import Text
-from gossamer.rowsparse import CSR
+from gossamer.rowsparse import Rows
 
 _SHARD = re.compile(r"shard-(\d{6})\.safetensors")
 _OURS = re.compile(
@@ -129,7 +129,8 @@ def _rebuild(operator: str, folder: Path, settings: dict[str, Any], there: set[s
     return _write_first(folder, settings, shards, statistics, nonfinite)
 
 
-def _rows(tensors: dict[str, torch.Tensor], first: int, count: int, d_sae: int) -> CSR:
+def _rows(tensors: dict[str, torch.Tensor], first: int, count: int, d_sae: int) -> Rows:
     offsets = tensors["row_offsets"][first : first + count + 1]
     low, high = int(offsets[0]), int(offsets[-1])
-    return CSR(offsets - low, tensors["indices"][low:high], tensors["values"][low:high], (offsets.shape[0] - 1, d_sae))
+    spans = torch.stack([offsets[:-1] - low, offsets.diff()])
+    return Rows(tensors["values"][low:high], tensors["indices"][low:high], spans, (spans.shape[1], d_sae))

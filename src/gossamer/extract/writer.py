@@ -13,7 +13,7 @@ from gossamer.extract.seal import Growing, checksum, seal
 from gossamer.extract.source import head
 from gossamer.extract.statistics import Statistics
 from gossamer.extract.text import Text
-from gossamer.rowsparse import CSR
+from gossamer.rowsparse import Rows
 from gossamer.rowsparse.formats import offsets_of
 
 
@@ -32,14 +32,14 @@ class Shard:
         self._values: list[Tensor] = []
         self.checksums = Growing(hashing)
 
-    def append(self, batch: Tensor, latents: CSR) -> None:
+    def append(self, batch: Tensor, latents: Rows) -> None:
         """The latents of a batch of rows."""
         if self.head is None:
             # A copy: the source may fill the batch again.
             self.head = head(batch).to("cpu", copy=True)
         self.nonfinite += self.statistics.update(latents, self.first + self.rows)
         self.rows += latents.num_rows
-        self._counts.append(latents.row_offsets.diff().cpu())
+        self._counts.append(latents.counts.cpu())
         self._indices.append(latents.indices.cpu())
         self._values.append(latents.values.cpu())
         self.checksums.append({"indices": self._indices[-1], "values": self._values[-1]})

@@ -65,7 +65,7 @@ def gather_rate(d: int, size: int, index: int) -> float:
 
 
 def choose_path(values: Tensor, m: int, may_overflow: bool, weight: Tensor) -> Path:
-    """How the rows of an ELL's or CSR's values times a weight `[N, D]` go: "dense" unpacks them first."""
+    """How m rows in buffers of these values times a weight `[N, D]` go: "dense" unpacks them first."""
     if not weight.is_cuda:
         return "gather"
     held = _held(values, m, may_overflow)
@@ -83,7 +83,7 @@ def choose_sampled_path(x: Tensor, indices: Tensor, may_overflow: bool, weight: 
 
 def _held(slots: Tensor, m: int, may_overflow: bool) -> float:
     """Entries that a row is taken to hold."""
-    each = slots.shape[1] if slots.dim() == 2 else slots.shape[0] / max(m, 1)
+    each = slots.shape[0] / max(m, 1)
     return each * FILLED if may_overflow else each
 
 

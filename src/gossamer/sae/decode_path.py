@@ -11,23 +11,18 @@ from gossamer._core.ranges import span
 from gossamer.rowsparse.dense_product import START, dense_seconds
 from gossamer.rowsparse.matmul_path import entry_seconds, step_seconds
 
-Path = Literal["torch", "dense", "csr", "lists", "one_launch"]
+Path = Literal["torch", "dense", "lists", "one_launch"]
 
 
-def choose_path(
-    m: int, n: int, d: int, weight: Tensor, method: str = "auto", free: bool = True, keep: bool = False
-) -> Path:
+def choose_path(m: int, n: int, d: int, weight: Tensor, free: bool = True, keep: bool = False) -> Path:
     """How latents `[m, n]` go through a weight `[n, d]`; the table in docs/sae.md has the same rules.
 
     Args:
-        method: as of `sae.decode`.
-        free: whether "auto" may take the plain product: neither slots nor another dtype are asked for.
-        keep: whether the lists of entries have to be kept: for a backward pass, or to be counted.
+        free: whether the plain product may be taken: neither slots nor another dtype are asked for.
+        keep: whether the lists of entries have to be kept for a backward pass.
     """
-    if method == "dense" or (method == "auto" and free and dense_is_faster(m, n, d, weight)):
+    if free and dense_is_faster(m, n, d, weight):
         return "dense"
-    if method == "exact":
-        return "csr"
     if not (weight.is_cuda or INTERPRET):
         return "torch"
     return "one_launch" if not keep and one_launch(m, n) else "lists"

@@ -33,7 +33,7 @@ def encode_dense(
 
     Returns:
         `(acts, l0, fired, nnz)`: acts `[..., d_sae]` in the dtype of W_enc; l0 `[...]` and its gradient as those of
-        `encode_with_l0`; fired int64 `[d_sae]`, how many rows each latent fires in; nnz int32 `[...]`, the entries
+        `encode(...).l0`; fired int64 `[d_sae]`, how many rows each latent fires in; nnz int32 `[...]`, the entries
         that `encode` would store. Differentiable as `encode` is: the gradient of acts counts where a latent fired.
         With a bandwidth -0.0 marks what lies in the window below its threshold. The backward pass computes in the
         tensor in which the gradient of acts arrives: that of a product is nobody else's.
@@ -51,7 +51,7 @@ def encode_dense(
     name, k, bandwidth, ste_to_input, threshold, scale = parameters
     W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
     n, leading = W_enc.shape[1], x.shape[:-1]
-    check_capacity(operator, parameters, None, "ell", n)
+    check_capacity(operator, parameters, None, n)
     if threshold is not None:
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
     window = bandwidth if bandwidth is not None and has_window(threshold, ste_to_input) else 0.0

@@ -335,7 +335,7 @@ def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
         return acts
     rows = _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
     if _expected(self) is None:
-        state.counts = rows.packed.counts
+        state.counts = rows.counts
     return rows
 
 
@@ -356,7 +356,7 @@ def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
         return acts, hidden_pre
     latents, lazy = _training.encode_with_hidden_pre(self, x)
     if _expected(self) is None:
-        state.counts = latents.rows.packed.counts
+        state.counts = latents.rows.counts
     return latents, lazy
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton._rows import overflowed
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 
@@ -77,11 +78,11 @@ def flagged_product(
 
 @launch.kernel
 def _overflow_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, counts_ptr, partial_ptr, arrived_ptr, limit, stride_xm, stride_wn, M, N, D,
+    x_ptr, w_ptr, bias_ptr, out_ptr, spans_ptr, partial_ptr, arrived_ptr, room, stride_xm, stride_wn, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GDC_WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row block, column tile, split), split fastest: rows whose count exceeds `limit`."""
+    """Program (row block, column tile, split), split fastest: rows whose spans end beyond `room`."""
     if GDC_WAIT:
         # Launched while the counting kernel still runs; up to here nothing depends on it.
         gdc_wait()
@@ -90,7 +91,7 @@ def _overflow_fwd_kernel(
     tiles_d = tl.cdiv(D, BLOCK_D)
     tile_d = tile % tiles_d
     rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
-    flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
+    flagged = overflowed(spans_ptr, rows, M, room)
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
         columns = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
@@ -122,12 +123,12 @@ def _overflow_fwd_kernel(
 
 
 @launch.kernel
-def _overflow_rows_kernel(counts_ptr, rows_ptr, limit, M, BLOCK: tl.constexpr):
-    """One program: how many rows have more entries than `limit`, and behind that their numbers in order."""
+def _overflow_rows_kernel(spans_ptr, rows_ptr, room, M, BLOCK: tl.constexpr):
+    """One program: the number of rows whose spans end beyond `room`, and behind it those rows in order."""
     found = 0
     for first in range(0, M, BLOCK):
         rows = first + tl.arange(0, BLOCK)
-        flagged = (tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit).to(tl.int32)
+        flagged = overflowed(spans_ptr, rows, M, room).to(tl.int32)
         place = 1 + found + tl.cumsum(flagged, axis=0) - flagged
         tl.store(rows_ptr + place, rows, mask=flagged != 0)
         found += tl.sum(flagged, axis=0)
@@ -204,11 +205,11 @@ SUMMED = 128
 
 
 class Overflow(NamedTuple):
-    """The rows of a dense source `[M, N]` that count: those with more than `limit` entries, by their `counts` `[M]`."""
+    """The rows of a dense source `[M, N]` that count: those whose spans end beyond `room`."""
 
     source: Tensor
-    counts: Tensor
-    limit: int
+    spans: Tensor
+    room: int
 
 
 def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
@@ -227,7 +228,7 @@ def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
 def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) -> launch.Bound | None:
     """Writes source @ weight + bias into the rows of `out` that overflowed.
 
-    Returns the launch, bound to all but (source, weight, bias, out, counts).
+    Returns the launch, bound to all but (source, weight, bias, out, spans).
     """
     source = rows_contiguous(rows.source)
     m, n = source.shape
@@ -242,16 +243,17 @@ def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     if splits > 1:
         partial = launch.scratch.get(tiles * splits * sizes["BLOCK_M"] * sizes["BLOCK_D"], weight.device)
         arrived = launch.counters.get(tiles, weight.device)
-    args = (source, weight, bias, out, rows.counts, partial, arrived, rows.limit)
+    args = (source, weight, bias, out, rows.spans, partial, arrived, rows.room)
     args += (source.stride(0), weight.stride(0), m, n, d)
     grid = (tiles * splits, 1, 1)
     return _overflow_fwd_kernel(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
 
 
-def overflowed(counts: Tensor, limit: int) -> Tensor:
-    """int32 `[M + 1]`: how many of `counts` `[M]` exceed `limit`, and behind that which, in order."""
-    rows = torch.empty(len(counts) + 1, dtype=torch.int32, device=counts.device)
-    _overflow_rows_kernel((1, 1, 1), (counts, rows, limit, len(counts)), {"BLOCK": 4096}, num_warps=8)
+def list_overflowed(spans: Tensor, room: int) -> Tensor:
+    """int32 `[M + 1]`: how many rows have spans that end beyond `room`, and behind that which, in order."""
+    m = spans.shape[1]
+    rows = torch.empty(m + 1, dtype=torch.int32, device=spans.device)
+    _overflow_rows_kernel((1, 1, 1), (spans, rows, room, m), {"BLOCK": 4096}, num_warps=8)
     return rows
 
 
@@ -263,7 +265,7 @@ def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, m
     summed = 64 if weight.dtype is torch.float32 and not tuning.tf32() else 0
     meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": summed, **tuning.dot_precision(weight, d)}
     meta["MASKED"] = masked
-    args = (grad, weight, source, out, overflowed(rows.counts, rows.limit), weight.stride(0), source.stride(0), n, d)
+    args = (grad, weight, source, out, list_overflowed(rows.spans, rows.room), weight.stride(0), source.stride(0), n, d)
     items = launch.cdiv(m, meta["BLOCK_M"]) * launch.cdiv(n, meta["BLOCK_N"])
     grid = (min(items, 8 * tuning.programs(grad.device)), 1, 1)
     _overflow_bwd_source_kernel(grid, args, meta, num_warps=8 if summed else 4, num_stages=3)
@@ -285,7 +287,7 @@ def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tens
     (m, n), d = source.shape, grad.shape[1]
     tile = weight_tile(grad.element_size())
     meta = {**tile.sizes, **tuning.dot_precision(grad, m)}
-    args = (source, mask, grad, out, overflowed(rows.counts, rows.limit), *strides, n, d)
+    args = (source, mask, grad, out, list_overflowed(rows.spans, rows.room), *strides, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(n, meta["BLOCK_N"])
     _overflow_bwd_weight_kernel((min(tiles, 4 * tuning.programs(grad.device)), 1, 1), args, meta, **tile.options)
 
@@ -295,7 +297,7 @@ EXAMPLES = {
         "bias_ptr": None, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
         "UPCAST": False, "GDC_WAIT": False, "num_warps": 8,
     },
-    _overflow_rows_kernel: {"counts_ptr": "*i64", "BLOCK": 4096, "num_warps": 8},
+    _overflow_rows_kernel: {"BLOCK": 4096, "num_warps": 8},
     _overflow_bwd_source_kernel: {
         "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee", "UPCAST": False, "MASKED": True,
     },

@@ -19,7 +19,7 @@ from gossamer._core import launch, tuning
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse._triton.linear_source import launch_linear_source
 from gossamer.rowsparse._triton.pack import clear_slots
-from gossamer.rowsparse.formats import empty_ell, empty_twell
+from gossamer.rowsparse.formats import empty_slots, empty_twell
 from gossamer.sae import encode_path
 from gossamer.sae._triton import select
 from gossamer.sae._triton.select import SHIFT, count_above, emit_largest, group_maxima, kth_largest, order_key
@@ -46,7 +46,7 @@ def _row_bound_kernel(
 
 @launch.kernel
 def _topk_of_tiles_kernel(
-    values_ptr, indices_ptr, counts_ptr, scale_ptr, bounds_ptr, list_ptr, out_ptr, columns_ptr, nnz_ptr, l0_ptr,
+    values_ptr, indices_ptr, counts_ptr, scale_ptr, bounds_ptr, list_ptr, out_ptr, columns_ptr, spans_ptr, l0_ptr,
     again_ptr, M, tiles, slots, tile, k, length,
     BLOCK: tl.constexpr, LIST: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
@@ -89,7 +89,7 @@ def _topk_of_tiles_kernel(
         bound = tl.load(bounds_ptr + row).to(tl.int32, bitcast=True) >> SHIFT
         kth = kth_largest(keys, keys_of, count, k, bound, LIST)
         settled = (most <= slots) & (base <= length) & ((kth > bound) | (bound == 0))
-        tl.store(again_ptr + row, (~settled).to(tl.int32))
+        tl.store(again_ptr + row, (~settled).to(tl.int64))
         if settled:
             kth = tl.maximum(kth, 1)
             need = k - count_above(keys, keys_of, count, kth, LIST)
@@ -97,7 +97,8 @@ def _topk_of_tiles_kernel(
                 None, None, scale_ptr, keys_of, columns_of, own_of, count, kth, need, out_ptr + row * k,
                 columns_ptr + row * k, 0, k, CHUNK, SHIFT,
             )  # fmt: skip
-            tl.store(nnz_ptr + row, held)
+            tl.store(spans_ptr + row, row * k)
+            tl.store(spans_ptr + M + row, held.to(tl.int64))
             tl.store(l0_ptr + row, held)
             clear_slots(out_ptr + row * k, columns_ptr + row * k, held, k, 256, 256)
         tl.debug_barrier()
@@ -108,9 +109,11 @@ def row_topk(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, k: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """As `select.row_topk`, of x @ weight + bias, on the path "bound"."""
-    out = (*empty_ell(x, len(x), k), torch.empty(len(x), dtype=torch.float32, device=x.device))
-    again = torch.empty_like(out[2])
-    (m, d), n, tile = x.shape, weight.shape[1], encode_path.TOPK_TILE
+    m = len(x)
+    out = (*empty_slots(x, m, m * k), torch.empty(m, dtype=torch.float32, device=x.device))
+    # As spans in buffers without a slot: a row that begins at 1 is computed again.
+    again = torch.zeros_like(out[2])
+    d, n, tile = x.shape[1], weight.shape[1], encode_path.TOPK_TILE
     run = encode_path.topk_run(d)
     bounds = _bounds(*_sample(x, weight, bias, scale, run), encode_path.topk_rank(k, run))
     packed = empty_twell(x, m, n, tile, encode_path.TOPK_SLOTS)
@@ -173,23 +176,24 @@ def _settle(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, k: int, again: Tensor, out: tuple[Tensor, ...]
 ) -> None:
     """Writes the rows that `again` names, from all of their pre-activations."""
-    m, n = x.shape[0], weight.shape[1]
+    (values, indices, spans, l0), m, n = out, x.shape[0], weight.shape[1]
     # Few blocks, for each costs two launches, and of those no more than a quarter of the matrix where that is large.
     blocks = min(4, launch.cdiv(m * n * x.element_size(), 64 << 20))
     block = min(m, launch.cdiv(launch.cdiv(m, blocks), 128) * 128)
     z = x.new_empty(block, n)
     for first in range(0, m, block):
-        rows = slice(first, first + block)
-        part = z[: len(again[rows])]
-        launch_linear_source(x[rows], weight.t(), bias, None, again[rows], 0, part)
-        results = (None, None, *(tensor[rows] for tensor in out))
-        select.largest_of_rows(part, None, scale, k, results, again[rows])
+        rows = slice(first, min(first + block, m))
+        part, some = z[: rows.stop - first], again[:, rows].contiguous()
+        launch_linear_source(x[rows], weight.t(), bias, None, some, 0, part)
+        slots = slice(first * k, rows.stop * k)
+        results = (values[slots], indices[slots], spans[:, rows], l0[rows])
+        select.largest_of_rows(part, None, scale, k, results, some[0], first)
 
 
 EXAMPLES = {
     _row_bound_kernel: {"scale_ptr": None, "out_ptr": "*fp32", "BLOCK": 512, "VEC": 8, "SHIFT": 16, "num_warps": 1},
     _topk_of_tiles_kernel: {
-        "indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 128, "LIST": 1024, "CHUNK": 128, "SHIFT": 16,
-        "num_warps": 1,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "again_ptr": "*i64", "BLOCK": 128, "LIST": 1024,
+        "CHUNK": 128, "SHIFT": 16, "num_warps": 1,
     },
 }  # fmt: skip
