@@ -28,4 +28,4 @@ def calls(device: torch.device) -> None:
         x = torch.randn(3, D, device=device, requires_grad=True)
         # Every row overflows or none, for the source of one that does not is left unwritten.
         pattern = rows.detach() if options.get("capacity") == N else rowsparse.pack(acts.detach().abs() + 1, **options)
-        rowsparse.sampled_matmul(x, W, pattern).values.sum().backward()
+        rowsparse.sampled_matmul(x, W, pattern).packed.values.sum().backward()

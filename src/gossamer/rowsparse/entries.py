@@ -79,7 +79,7 @@ def completed(rows: "Rows") -> "Rows":
     values, indices, spans, _ = rows.packed
     if not bool(rows.overflowed):
         return unchecked(values, indices, spans, rows.shape, None, rows._l0)
-    # Whoever looks may have gradients off, and whoever differentiates later may not.
+    # Gradients may be off where somebody looks, and on where somebody differentiates later.
     with torch.inference_mode(values.is_inference()), torch.enable_grad():
         row, columns, values = listed(rows)
         counts = torch.bincount(row, minlength=rows.num_rows)

@@ -190,8 +190,8 @@ class Rows(_Held):
 
     @property
     def l0(self) -> Tensor:
-        """`[...]`, in float32 at least: how many values of each row differ from 0, without a sync. Of what `sae.encode`
-        returns it has the gradient of an L0 penalty for the threshold of a JumpReLU."""
+        """`[...]`, in float32 at least: how many values of each row differ from 0, without a sync. On a result
+        of `sae.encode` it has the gradient of an L0 penalty for the threshold of a JumpReLU."""
         l0 = entries.count_nonzero(self) if self._l0 is None else self._l0
         return l0.view(self.shape[:-1])
 

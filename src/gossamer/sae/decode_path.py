@@ -1,4 +1,4 @@
-"""How `sae.decode` goes about dense latents, chosen by what the host knows."""
+"""The path of dense latents through `sae.decode`, chosen by sizes that the host knows."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -57,10 +57,10 @@ def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
 
 def dense_is_faster(m: int, n: int, d: int, weight: Tensor) -> bool:
     """Whether the plain product is taken, whatever the density is: where it takes hardly longer than a launch, or less
-    than twice what it takes to look through the latents and to gather a few.
+    than twice the time to look through the latents and to gather a few.
 
     Two launches of ours take some 20 us of the host, a plain product 10. A single row is a GEMV at memory speed, a few
-    rows in float32 are not. What could be gained is less than a factor of 2 there, and ten can be lost; of a few
+    rows in float32 are not. The gain is less than a factor of 2 there, and ten can be lost; of a few
     columns in float32 see `SHORT`.
     """
     if weight.device.type != "cuda":

@@ -1,4 +1,4 @@
-"""How `sae.encode` goes about it, chosen by what the host knows."""
+"""The path of `sae.encode`, chosen by sizes that the host knows."""
 
 import math
 from contextlib import AbstractContextManager
@@ -56,7 +56,7 @@ def choose_path(
 
 def packs_in_product(m: int, weight: Tensor) -> bool:
     """Whether the product packs its own result, tile by tile: where the pre-activations, m by the columns of weight,
-    are what memory is full of, and the product takes longer than the launches that follow."""
+    fill the memory, and the product takes longer than the launches that follow."""
     # The device comes first: on others a dynamic m is none of a compiled graph's business.
     return tuning.hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
 
@@ -119,7 +119,7 @@ def topk_list(k: int, run: int, factor: float = 3) -> int:
 
 
 def has_bound(m: int, k: int, weight: Tensor) -> bool:
-    """Whether TopK's product packs what exceeds a bound from a sample: where that pays for a product, and
+    """Whether TopK's product packs numbers above a bound from a sample: where that pays for a product, and
     a tile has few entries, on average, beside its slots."""
     if not packs_in_product(m, weight):
         return False

@@ -3,10 +3,10 @@
 Each rank holds a contiguous slice of the latents: rank 0 the first, rank 1 those after it, and so on. Slices may differ
 in size. x, b_dec and the reconstruction are the same on all ranks, and each rank holds its own latents.
 
-The gradients follow from one convention: the ranks compute one loss, the same on each of them. What is copied to all
-ranks (x, b_dec) has its gradient summed over them in the backward pass; the sum of the partial reconstructions hands
-its gradient, which is the same everywhere, to each rank as it is. So every rank ends with the whole gradient of x and
-b_dec, once, and with that of its own slices: nothing is left to be reduced, and nothing may be averaged.
+The gradients follow from one convention: the ranks compute one loss, the same on each of them. A tensor that is copied
+to all ranks (x, b_dec) has its gradient summed over them in the backward pass; the sum of the partial reconstructions
+hands its gradient, which is the same everywhere, to each rank as it is. So every rank ends with the whole gradient of x
+and b_dec, once, and with that of its own slices: nothing is left to be reduced, and nothing may be averaged.
 """
 
 import math
@@ -86,7 +86,7 @@ def check_group(operator: str, group: Any) -> tuple[int, int]:
     """(rank, size) of this process in the group."""
     if torch.compiler.is_compiling() and not COMPILES:
         raise NotImplementedError(
-            f"{operator}: torch.compile of what spreads over processes needs PyTorch 2.13 or newer, "
+            f"{operator}: torch.compile of tensors that spread over processes needs PyTorch 2.13 or newer, "
             f"got {torch.__version__}, whose gradients of it are wrong. Compile the parts around it."
         )
     if not (dist.is_available() and dist.is_initialized()):
@@ -221,10 +221,11 @@ class _SelectAmongRanks(torch.autograd.Function):
 
 
 def _among_largest(ranked: Tensor, k: int, group: Any) -> Tensor:
-    """Bool [M, n]: what is above 0 (or NaN) and among the k * M largest of all ranks, ties by row, rank and column."""
+    """Bool [M, n]: whether an element is above 0 (or NaN) and among the k * M largest of all ranks, ties by row, rank
+    and column."""
     m, total = ranked.shape[0], k * ranked.shape[0]
     keys = order_keys_(ranked.clamp(min=0))
-    # What is among the largest of all is among the largest of its rank.
+    # The largest of all are among the largest of their rank.
     largest = keys.flatten().topk(min(total, keys.numel())).values.long()
     kth = _kth_key(largest.flip(0), total, torch.iinfo(keys.dtype).bits - 1, group).clamp(min=1)
     tied = keys == kth

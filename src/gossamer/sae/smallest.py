@@ -3,13 +3,15 @@
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import register, undispatched
+from gossamer._core import checks
 from gossamer.rowsparse import Rows
+from gossamer.rowsparse._torch.pack import refuse_overflow
+from gossamer.rowsparse.entries import slots_of
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.pack import parts
-from gossamer.sae._torch.smallest import smallest as _cpu
 
 
+@torch.no_grad()
 def smallest(rows: Rows, scale: Tensor | None = None) -> Tensor:
     """The smallest value above 0 in rows, without a host sync; inf where there is none.
 
@@ -30,16 +32,20 @@ def smallest(rows: Rows, scale: Tensor | None = None) -> Tensor:
     >>> smallest(rowsparse.pack(torch.tensor([[0.0, 3.0], [2.0, 4.0]]))).item()
     2.0
     """
-    lists = parts("sae.smallest", rows.detach() if isinstance(rows, Rows) else rows)
-    if not rows.num_rows:
-        return lists[0].new_full((), torch.inf, dtype=threshold_dtype(rows.dtype))
-    scale = None if scale is None else scale.detach()
-    return undispatched(_smallest, *lists, scale)(*lists, scale).amin()
-
-
-_smallest = register(
-    "sae_smallest(Tensor values, Tensor indices, Tensor spans, Tensor? source, Tensor? scale) -> Tensor",
-    cpu=_cpu,
-    strided=("source",),
-    fake=lambda values, indices, spans, *_: spans.new_empty(spans.shape[1], dtype=threshold_dtype(values.dtype)),
-)
+    values, indices, spans, source = parts("sae.smallest", rows)
+    room, wide, over = values.shape[0], threshold_dtype(rows.dtype), spans.sum(0) > values.shape[0]
+    if source is None and checks.host_computes(values):
+        refuse_overflow("sae.smallest", spans, room)
+    _, held = slots_of(spans, room)
+    held = held & (indices >= 0)
+    value = torch.where(held, values, 0).to(wide)
+    if scale is not None and scale.numel():
+        value = value * scale[torch.where(held, indices, 0)].to(wide)
+    found = torch.where(value > 0, value, torch.inf).amin() if room else value.new_full((), torch.inf)
+    if source is None:
+        return torch.where(over.any(), torch.nan, found)
+    dense = source.to(wide) if scale is None else source.to(wide) * scale.to(wide)
+    if dense.numel():
+        # A source may hold anything in rows that did not overflow.
+        found = torch.minimum(found, torch.where(over[:, None] & (dense > 0), dense, torch.inf).amin())
+    return found

@@ -1,4 +1,4 @@
-"""A smooth count of what fires."""
+"""A smooth count of latents that fire."""
 
 from typing import Any
 

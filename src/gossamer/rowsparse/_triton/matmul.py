@@ -3,8 +3,8 @@
 One program owns a row and BLOCK_D columns of the output. It takes BLOCK_E entries at once as a [BLOCK_E, BLOCK_D] tile
 of gathered weight rows, so that many independent 16-byte loads are in flight, and keeps a tile of float32 partial sums
 that it folds once at the end: no exchange between warps inside the loop, and one fixed order of addition.
-Column slices are the slow axis of the grid: while all rows work on one slice, the weight's slice is what the L2 has
-to hold (65,536 x 256 bfloat16 = 34 MB), not the whole weight. Rows that overflowed are left to `overflow`.
+Column slices are the slow axis of the grid: while all rows work on one slice, the L2 has to hold the weight's
+slice (65,536 x 256 bfloat16 = 34 MB), not the whole weight. Rows that overflowed are left to `overflow`.
 
 Both gradients come from the transposed entries at once, for both read the same rows of the output's gradient: a warp
 owns a weight row. Times the values, they add up to the row's gradient; times the row itself, folded along D, they are
@@ -169,7 +169,7 @@ def _matmul_bwd_kernel(
             total = tl.sum(value[:, None] * grad, axis=0)
             tl.store(out_ptr + columns, total, mask=columns < D, cache_modifier=".cs")
         if w_ptr is not None:
-            # Places are found again, from the L1: registers are what limits how many columns are in flight.
+            # Places are found again, from the L1: registers limit how many columns are in flight.
             row, place, held = load_entries(keys_ptr, 0, count, BLOCK_E)
             tl.store(grad_values_ptr + place, tl.sum(product, axis=1), mask=held)
     elif (count <= LONG) | (count.to(tl.int64) * tl.num_programs(0) <= 4 * nnz):
@@ -235,7 +235,7 @@ def _matmul_bwd_long_kernel(
 def bwd_tile(element_size: int) -> launch.Tile:
     """Tile of the gradients of a row gather: a warp reads 512 bytes of up to eight rows at once.
 
-    80 registers make three warps of what would otherwise be two, and spill nothing.
+    80 registers make room for three warps in place of two, and spill nothing.
     """
     sizes = {"BLOCK_E": 8, "STEP": 4, "BLOCK_D": 512 // element_size, "VEC": 16 // element_size}
     return launch.Tile(sizes, warps=1, registers=80)
@@ -295,13 +295,13 @@ def launch_matmul(
     bias: Tensor | None,
     out: Tensor,
 ) -> tuple[launch.Bound, launch.Bound | None] | None:
-    """Launches, and returns what repeats it: the gather, and the dense tiles."""
+    """Launches, and returns the bound launches: the gather, and the dense tiles."""
     (m, d), n, room = out.shape, weight.shape[0], values.shape[0]
     if m == 0 or d == 0 or n == 0:
         out.copy_(out.new_zeros(d) if bias is None else bias)
         return None
     tile = gather_tile(m, d, weight.element_size())
-    # Half-precision results round far above what a running float32 sum loses.
+    # Half-precision results round far more than a running float32 sum loses.
     partial = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
     meta = {**tile, "PARTIAL": partial}
     meta["LAUNCH_DEPENDENTS"] = source is not None and tuning.dependent_launch(weight.device)

@@ -1,4 +1,4 @@
-"""Overflowed rows through dense tiles: what keeps every capacity exact, and every density as fast as dense.
+"""Overflowed rows through dense tiles, which keep every capacity exact and every density as fast as dense.
 
 A row with more entries than slots is multiplied from its dense source. Which rows those are only the device knows, so
 these kernels are always launched and leave at once where a tile has no such row. The three products are those of a
@@ -10,7 +10,7 @@ blocks, wherever they lie. An H200 took 19 ms for two gradients of a weight `[65
 flagged here and there. The forward pass, in which a launch more would show, takes blocks of neighbouring rows.
 
 With few rows a product is bound by reading the weight, so the inner dimension is split over programs; the last one to
-finish a tile adds up the partial sums in fixed order, and puts the counter of who has finished back to 0.
+finish a tile adds up the partial sums in fixed order, and puts the counter of finished programs back to 0.
 """
 
 from typing import NamedTuple
@@ -28,7 +28,7 @@ from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 @triton.jit
 def round_tf32(x):
-    """x to the nearest TF32: the tensor cores only cut off what they do not read, which doubles the error."""
+    """x to the nearest TF32: the tensor cores only cut off the bits that they do not read, which doubles the error."""
     bits = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     return bits.to(tl.float32, bitcast=True)
 
@@ -173,8 +173,8 @@ def _overflow_bwd_weight_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the tiles of the weight: adds source.T @ grad over the listed rows to what is there. A mask leaves
-    out what of the source lies where it is 0."""
+    """Programs share the tiles of the weight: adds source.T @ grad over the listed rows to the numbers there. A mask
+    leaves out elements of the source where it is 0."""
     number = tl.load(rows_ptr)
     if number > 0:
         tiles_d = tl.cdiv(D, BLOCK_D)
@@ -272,15 +272,15 @@ def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, m
 
 
 def weight_tile(element_size: int) -> launch.Tile:
-    """Tile of what the rows that overflowed add to a weight's gradient."""
+    """Tile of the part of a weight's gradient that comes from rows that overflowed."""
     if element_size == 2:
         return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_D": 128}, 8, 3)
     return launch.Tile({"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128}, 4, 2)
 
 
 def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tensor) -> None:
-    """Adds source.T @ grad over the rows that overflowed to `out` [N, D]. Of the source counts what lies where `mask`
-    [M, N] differs from 0, if there is one."""
+    """Adds source.T @ grad over the rows that overflowed to `out` [N, D]. With a `mask` [M, N] elements of the source
+    count where it differs from 0."""
     source = rows_contiguous(rows.source)
     mask = None if mask is None else rows_contiguous(mask)
     strides = source.stride(0), 0 if mask is None else mask.stride(0)

@@ -95,7 +95,7 @@ def lowest_columns(low, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def pop_lowest(bits, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
     """(column of each word's lowest set bit, whether it has one, the bits that are left): one turn of every loop that
-    emits what words hold."""
+    emits the entries of words."""
     low = bits & -bits
     return lowest_columns(low, start, BLOCK, VEC), low > 0, bits & (bits - 1)
 

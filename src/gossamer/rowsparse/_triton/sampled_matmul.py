@@ -111,7 +111,7 @@ def sampled_matmul(
         values, dense = x.new_empty(0), (x.new_empty if fill else x.new_zeros)(m, n)
     else:
         values = x.new_zeros(indices.shape) if products is None else products.to(x.dtype, copy=True)
-        # Zeros are wanted by a backward pass alone; to write them would be most of what a few entries take.
+        # Zeros are wanted by a backward pass alone; to write them would be most of the time of a few entries.
         dense = (x.new_empty if masked else x.new_zeros)(m if source is not None else 0, n)
     if work and (scatter or products is None):
         tile = GATHER[x.element_size()] if products is None else SCATTER

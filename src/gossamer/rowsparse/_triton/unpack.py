@@ -36,7 +36,7 @@ def _unpack_kernel(
     values_ptr, indices_ptr, spans_ptr, source_ptr, out_ptr, stride_sm, columns, N, room,
     BLOCK: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, share of its columns). What lies beyond column N is 0."""
+    """Program (row, share of its columns). Elements beyond column N are 0."""
     row = tl.program_id(0)
     start, count, overflowed = row_span(spans_ptr, row, tl.num_programs(0), room)
     out_ptr += row.to(tl.int64) * columns
@@ -49,7 +49,7 @@ def _unpack_kernel(
             if source_ptr is not None:
                 x = tl.load(source_ptr + row.to(tl.int64) * stride_sm + at, mask=at < N, other=0.0)
             else:
-                # What nothing restores must not pass for zeros.
+                # A row that nothing restores must not pass for zeros.
                 x = tl.where(at < N, float("nan"), 0.0)
             tl.store(out_ptr + at, x, mask=at < end)
     else:
@@ -73,7 +73,7 @@ def _unpack_kernel(
             unordered |= (held & (index <= before)).to(tl.int32)
             lost |= (held & ((index < -1) | (index >= N))).to(tl.int32)
         if tl.max(unordered, axis=0) > 0:
-            # What has been stored so far is stored over.
+            # The sums are stored over the values.
             tl.debug_barrier()
             store_sums(values_ptr, indices_ptr, count, out_ptr, begin, end, 32)
         if (tl.max(lost, axis=0) > 0) & (begin == 0):

@@ -62,11 +62,11 @@ def encode(
         return values, torch.full_like(values, -1, dtype=torch.int32), spans, source, l0
     if ranks:
         groups = m if activation == "topk" else 1
-        # Clamped in place, or multiplied out of place: either way what has key 0 is not kept.
+        # Clamped in place, or multiplied out of place: either way a number with key 0 is not kept.
         positions = _largest(pre if scale is None else (pre * scale).to(pre.dtype), k, groups)
         values = pre.view(-1)[positions]
     else:
-        # Thresholds below 0 keep what 0 keeps, because values are at least 0.
+        # A threshold below 0 keeps the elements that 0 keeps, because values are at least 0.
         limit = l0.new_zeros(1) if threshold is None else threshold.clamp(min=0)
         kept = ~(pre <= limit - bandwidth / 2)
         if (
@@ -82,7 +82,7 @@ def encode(
     row_offsets = row_offsets_of(positions, m, n)
     counts = row_offsets.diff()
     if bandwidth:
-        # What lies in the window has no value.
+        # An element in the window has no value.
         rows = torch.repeat_interleave(torch.arange(m), counts)
         l0 += torch.bincount(rows[values != 0], minlength=m)
     else:
@@ -142,7 +142,7 @@ def _largest(pre: Tensor, k: int, groups: int) -> Tensor:
     """
     keys = order_keys_(pre.clamp_(min=0)).view(groups, -1)
     total = k * (pre.shape[0] // groups)
-    # What ReLU zeroes has key 0.
+    # A number that ReLU zeroes has key 0.
     kth = keys.topk(total, sorted=False).values.amin(1).clamp(min=1)
     candidates = nonzero_positions(keys >= kth[:, None])
     group = torch.div(candidates, keys.shape[1], rounding_mode="floor")

@@ -2,7 +2,7 @@
 
 A sample, 16 of each 2,048 columns of some of the rows, is counted by key (see `select`). Its r-th largest is the
 *bound*, r being half as many again as the sample's share of the k * M largest, and a margin. One pass over the rows
-lists the columns of what reaches the bound, and what they hold is counted by key: the k-th largest of the batch is
+lists the columns of numbers that reach the bound, and the numbers are counted by key: the k-th largest of the batch is
 found in those counts, and a row's entries in its list. Keys of more than 16 bits are counted by their upper 16 first,
 and where those are the k-th largest's by the rest.
 
@@ -24,7 +24,7 @@ from gossamer.rowsparse.formats import empty_slots
 from gossamer.sae._triton.select import SHIFT, emit_largest, load_pre, rank_key, ranked, settle_ties
 
 BOUND, LISTED, KTH, NEED = (tl.constexpr(word) for word in range(4))
-"""Words of what the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
+"""Words that the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
 and how many of those that equal it are wanted."""
 
 
@@ -60,8 +60,8 @@ def batch_tile(m: int, n: int, element_size: int) -> launch.Tile:
 
 
 def batch_list(n: int, k: int) -> int:
-    """Room for what of a row reaches the bound, 1.5 to 2 k on average in a large batch. Where that is little, no more
-    memory than a row of 16-bit numbers takes."""
+    """Room for the numbers of a row that reach the bound, 1.5 to 2 k on average in a large batch. Where that is little,
+    no more memory than a row of 16-bit numbers takes."""
     return min(n, max(1024, min(8 * k, n // 4), 3 * k))
 
 
@@ -83,8 +83,8 @@ def _count_sample_kernel(
 def _find_kernel(
     counts_ptr, words_ptr, rank, PART: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
-    """The bin in which the rank-th largest is counted: of the sample (PART 0), of what is listed (1), or, for the rank
-    that is left, by the low bits of the keys (2). Bin 0 where fewer are counted."""
+    """The bin in which the rank-th largest is counted: of the sample (PART 0), of the listed numbers (1), or, for the
+    rank that is left, by the low bits of the keys (2). Bin 0 where fewer are counted."""
     CHUNK: tl.constexpr = 4096 if BINS > 4096 else BINS
     wanted = tl.full([], rank, tl.int64)
     if PART == 2:
@@ -122,7 +122,7 @@ def _list_row_kernel(
     z_ptr, bias_ptr, scale_ptr, words_ptr, columns_ptr, reach_ptr, N, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the columns of what reaches the bound, as far as there is room; how many are in `reach_ptr`.
+    """Program (row): the columns of numbers that reach the bound, as far as there is room; how many are in `reach_ptr`.
 
     Whatever else is to be done for them is left to `_count_listed_kernel`: here one thread of a warp would do it at a
     time."""
@@ -186,7 +186,7 @@ def _count_listed_kernel(
     """Program p takes ROWS rows at a time, from p * ROWS on: it lists and counts the keys of the listed columns, and
     how many numbers reach the bound. Rows that do not fit are left to `_count_rest_kernel`."""
     bound = tl.load(words_ptr + BOUND).to(tl.int32)
-    # Most of what reaches a bound is close to it, but anything may exceed 0.
+    # Most numbers that reach a bound are close to it, but anything may exceed 0.
     first = tl.where(bound > 1, bound >> LOW, -1)
     window = tl.zeros([WINDOW], tl.int32)
     total = tl.zeros([], tl.int64)
@@ -219,7 +219,7 @@ def _count_rest_kernel(
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: it counts the keys of rows that do not fit their lists, and where the
-    bound was too high, what lies below it as well; no list is to be used then."""
+    bound was too high, of numbers below it as well; no list is to be used then."""
     bound = tl.load(words_ptr + BOUND).to(tl.int32)
     misled = (tl.load(words_ptr + LISTED) < wanted) & (bound > 1)
     window = tl.zeros([WINDOW], tl.int32)

@@ -137,7 +137,7 @@ _plans = launch.Plans()
 def _one_launch(
     acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int
 ) -> tuple[tuple[launch.Bound | None, ...], Tensor, int]:
-    """(the launches, and what a plan that repeats them needs: room for the spans of rows, and how many flags)"""
+    """(the launches, and the needs of a plan that repeats them: room for the spans of rows, and how many flags)"""
     (m, n), d = acts.shape, weight.shape[1]
     size = weight.element_size()
     chunks, meta = pack.split(n, pack.row_tile(acts, groups=256 if n <= 65536 else 512))

@@ -48,7 +48,7 @@ def activate_row(
     z_ptr, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK: tl.constexpr, VEC: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Overwrites a row of z, from column `begin` on and before `end`, by what it activates to."""
+    """Overwrites a row of z, from column `begin` on and before `end`, by its activation."""
     z = load_pre(z_ptr, chunk_columns(begin, BLOCK, VEC), end)
     for start in range(begin, end, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)

@@ -1,7 +1,7 @@
 """Gradients of an encoder's pre-activations, bias and thresholds, from those of its entries.
 
-The sums for the bias and the thresholds go by columns: a program takes a column's entries, in order of row, from what
-`rowsparse.transpose` has sorted, so that no order of arrival shows. What overflowed rows contribute is added by a
+The sums for the bias and the thresholds go by columns: a program takes a column's entries, in order of row, as
+`rowsparse.transpose` has sorted them, so that no order of arrival shows. The part of overflowed rows is added by a
 second kernel, a program a block of columns, which leaves at once where no row did: their dense activations say by -0.0
 which entries of value 0 are stored. The gradient of such a row is dense, and written by a program for each chunk of it.
 """
@@ -52,7 +52,7 @@ def _encode_bwd_columns_overflow_kernel(
     source_ptr, rows_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, out_bias_ptr, out_threshold_ptr,
     stride_sm, stride_gm, stride_gn, stride_l, stride_t, radius, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns): adds what the overflowed rows contribute, which are listed."""
+    """Program (block of columns): adds the part of the overflowed rows, which are listed."""
     number = tl.load(rows_ptr)
     if number > 0:
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)

@@ -1,11 +1,11 @@
 """The k largest pre-activations of each row, exactly and without a host sync.
 
-Positive floats are ordered like their bit patterns, so the search runs on integer keys; what ReLU zeroes has key 0 and
-is never selected, NaN has the largest. Almost nothing of a long row is near its k-th largest element, and one pass
-finds out what is: columns fall into GROUPS groups, and at least k elements reach the k-th largest group maximum, the
-*bound*. A second pass lists the keys above the bound, at most GROUPS-th part of the row for each of k - 1 groups, and
-the answer is the bound or in the list. Tie counts are exact as well: `need` of the elements that equal the k-th largest
-are selected, those of lowest index.
+Positive floats are ordered like their bit patterns, so the search runs on integer keys; a number that ReLU zeroes has
+key 0 and is never selected, NaN has the largest. Almost nothing of a long row is near its k-th largest element, and one
+pass finds the candidates: columns fall into GROUPS groups, and at least k elements reach the k-th largest group
+maximum, the *bound*. A second pass lists the keys above the bound, at most GROUPS-th part of the row for each of k - 1
+groups, and the answer is the bound or in the list. Tie counts are exact as well: `need` of the elements that equal the
+k-th largest are selected, those of lowest index.
 
 A row is one program's work: it keeps the maxima in registers and halves the range of keys by counting, and it walks
 the row again while the row is still in the L2. The list names the columns as well, and is all that is left to read.
@@ -35,7 +35,7 @@ def load_pre(z_ptr, columns, N):
 
 @triton.jit
 def order_key(pre, SHIFT: tl.constexpr):
-    """int32 that orders positive numbers as they are, 0 for what ReLU zeroes, the largest for NaN."""
+    """int32 that orders positive numbers as they are, 0 for a number that ReLU zeroes, the largest for NaN."""
     bits = pre.to(tl.int32, bitcast=True) >> SHIFT
     return tl.where(pre > 0, bits, tl.where(pre == pre, 0, NAN_KEY >> SHIFT))
 
@@ -52,7 +52,7 @@ def ranked(z, bias_ptr, scale_ptr, columns, N):
 
 @triton.jit
 def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr):
-    """The key of what is ranked."""
+    """The key of a ranked number."""
     return order_key(ranked(z, bias_ptr, scale_ptr, columns, N), SHIFT)
 
 
@@ -129,8 +129,8 @@ def emit_largest(
     z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, own_ptr, count, kth, need, values_ptr, indices_ptr, N, capacity,
     LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes what has the listed keys above kth, and the first `need` that equal it, as entries, up to `capacity`; how
-    many there are. With a scale their own keys are listed at `own_ptr`, or they are read from z again."""
+    """Writes the elements with listed keys above kth, and the first `need` that equal it, as entries, up to `capacity`;
+    how many there are. With a scale their own keys are listed at `own_ptr`, or they are read from z again."""
     slots = tl.arange(0, LIST)
     held = 0
     seen = 0
@@ -164,7 +164,7 @@ def settle_row(
     z_row = z_ptr + row * N
     largest = group_maxima(z_row, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
     bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
-    # Of what equals the bound no more than the first k can be wanted.
+    # Of the elements that equal the bound no more than the first k can be wanted.
     floor = tl.maximum(bound, 1)
     count = 0
     seen = 0

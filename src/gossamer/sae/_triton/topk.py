@@ -2,9 +2,9 @@
 
 A sample of the columns, some of each tile, is multiplied first, and the number below its r-th largest is a row's
 *bound*; its columns fall into groups, and with hardly a difference it is the r-th largest of their maxima. The whole
-product then leaves tile-wise lists of what exceeds the bound (`gemm.linear_pack`): a few times k entries a row, among
-which the k largest are found. r is so large that fewer than k are left in one of some 100,000 rows of columns in no
-order: the number of k largest among the sampled is Poisson's.
+product then leaves tile-wise lists of the entries that exceed the bound (`gemm.linear_pack`): a few times k entries a
+row, among which the k largest are found. r is so large that fewer than k are left in one of some 100,000 rows of
+columns in no order: the number of k largest among the sampled is Poisson's.
 
 Nothing is left to chance but time: a row with fewer than k entries above a bound that is not 0, with more than a tile
 has slots for, or with more than a list holds is computed again, all of it. As only the device knows which, the kernels
@@ -25,8 +25,8 @@ from gossamer.sae._triton import select
 from gossamer.sae._triton.select import SHIFT, count_above, emit_largest, group_maxima, kth_largest, order_key
 
 LARGEST = tl.constexpr(2.0**62)
-"""Of a bound and of what multiplies it: their product is finite, for infinity has to exceed it. What is lowered for
-that only lets more through."""
+"""The most that a bound and its factor may be: their product is finite, for infinity has to exceed it. A lowered bound
+only lets more through."""
 
 
 @launch.kernel
@@ -51,8 +51,8 @@ def _topk_of_tiles_kernel(
     BLOCK: tl.constexpr, LIST: tl.constexpr, CHUNK: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: it brings their tiles together, an entry of each of BLOCK tiles at a
-    time, in a list of `length` keys, as many columns and, if what is ranked is scaled, numbers without the scale. The k
-    largest are written as entries. `again` says which rows could not be settled."""
+    time, in a list of `length` keys, as many columns and, if ranks are those of scaled numbers, numbers without the
+    scale. The k largest are written as entries. `again` says which rows could not be settled."""
     lists = 2 if scale_ptr is None else 3
     columns_of = list_ptr + tl.program_id(0).to(tl.int64) * (lists * length)
     keys_of = columns_of + length
@@ -85,7 +85,8 @@ def _topk_of_tiles_kernel(
         count = tl.minimum(base, length)
         lanes = tl.arange(0, LIST)
         keys = tl.load(keys_of + lanes, mask=lanes < count, other=0)
-        # What is not listed does not exceed the bound, so that a k-th largest of the list that does is the row's.
+        # An element that is not listed does not exceed the bound, so that a k-th largest of the list that does is the
+        # row's.
         bound = tl.load(bounds_ptr + row).to(tl.int32, bitcast=True) >> SHIFT
         kth = kth_largest(keys, keys_of, count, k, bound, LIST)
         settled = (most <= slots) & (base <= length) & ((kth > bound) | (bound == 0))
@@ -124,11 +125,11 @@ def row_topk(
     programs = min(m, 16 * tuning.programs(x.device))
     lists = torch.empty(programs, 2 if scale is None else 3, length, dtype=torch.int32, device=x.device)
     args = (*packed, scale, bounds, lists, *out, again, m, tiles, encode_path.TOPK_SLOTS, tile, k, length)
-    # Most rows' entries are in registers, of one warp, and few of what else there is, so that many rows are.
+    # Most rows' entries are in registers, of one warp, and few other registers are taken, so that many rows fit.
     held = max(256, encode_path.topk_list(k, run, 1.5))
     meta = {"BLOCK": min(128, launch.next_power_of_2(tiles)), "LIST": held, "CHUNK": 128, "SHIFT": SHIFT[x.dtype]}
     _topk_of_tiles_kernel((programs, 1, 1), args, meta, num_warps=1)
-    # Memory for what follows.
+    # Memory for the next launches.
     del packed, factors, bounds, lists, args
     _settle(x, weight, bias, scale, k, again, out)
     return out
@@ -163,7 +164,7 @@ def _wide(runs: Tensor) -> Tensor:
 
 
 def _bounds(z: Tensor, bias: Tensor | None, scale: Tensor | None, rank: int) -> Tensor:
-    """What an entry of each row has to exceed, float32 [M], from 0 on."""
+    """The bounds that entries of each row have to exceed, float32 [M], from 0 on."""
     m, n = z.shape
     bounds = torch.empty(m, dtype=torch.float32, device=z.device)
     vector = 16 // z.element_size()
