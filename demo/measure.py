@@ -103,7 +103,7 @@ def sparse_feed_forward(model: ByteModel, tokens: Tensor, *, seconds: float) -> 
         theirs = model.generate(begun, GENERATED_BYTES, gates=[])[:, begun.shape[1] :]
         calls = (lambda: model.generate(begun, TIMED_BYTES, gates=[]), lambda: model.generate(begun, TIMED_BYTES))
         plain, sparse = interleaved(calls, tokens.device, seconds)
-        found = sparsity.statistics(model, list(tokens[:, :-1].split(32)))
+        found = sparsity.report(model, list(tokens[:, :-1].split(32)), measure=False).layers
         layers = [
             {
                 "neurons": layer.num_neurons,

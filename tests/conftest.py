@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import gossamer
+from benchmarks.provenance import commit
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.cli import environment
@@ -51,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     content = {
         "command": shlex.join(["pytest", *arguments]),
         "mode": MODE,
-        "commit": environment.commit(Path(__file__).parents[1]),
+        "commit": commit(Path(__file__).parents[1]),
         "versions": environment.versions(),
         "device": environment.describe(where),
         "counts": {kind: len(stats[kind]) for kind in ("passed", "failed", "error", "skipped") if kind in stats},
@@ -179,8 +180,8 @@ def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tenso
         with torch.no_grad():
             if out.is_floating_point():
                 out.fill_(float("nan"))
-            elif out.dtype in (torch.int32, torch.int64):
-                out.fill_(0x5A5A5A5A)
+            elif out.dtype is not torch.bool and not out.is_complex():
+                out.fill_(0x5A5A5A5A >> max(32 - 8 * out.element_size(), 0))
         return out
 
     return call

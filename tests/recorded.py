@@ -1,6 +1,7 @@
 """Calls of every operator of the library with the arguments that the public functions give it, recorded once.
 
-Kernels in the interpreter take minutes for all scenarios, so that a process of its own records with PyTorch there.
+The CPU's implementations run while calls are recorded, and tensors move to a GPU afterwards: a GPU would compile
+kernels for all scenarios first. Kernels in the interpreter take minutes, so that a process of its own records there.
 """
 
 import functools
@@ -41,6 +42,12 @@ def _copied(arg: Any, with_grad: bool) -> Any:
     return arg.detach().clone().requires_grad_(with_grad and arg.requires_grad)
 
 
+def _moved(arg: Any, device: torch.device) -> Any:
+    if not isinstance(arg, Tensor):
+        return arg
+    return arg.detach().to(device).requires_grad_(arg.requires_grad)
+
+
 def _kind(arg: Any) -> Any:
     if isinstance(arg, Tensor):
         return arg.dim(), arg.dtype, arg.requires_grad
@@ -57,6 +64,9 @@ def recorded(device: torch.device) -> Calls:
     """Operator, as "gossamer::name" -> its calls in all scenarios, one for each kind of arguments."""
     if ops.INTERPRET:
         return _recorded_elsewhere()
+    if device.type != "cpu":
+        found = recorded(torch.device("cpu"))
+        return {name: [tuple(_moved(arg, device) for arg in args) for args in calls] for name, calls in found.items()}
     calls: dict[str, dict[Any, tuple[Any, ...]]] = defaultdict(dict)
     for room in ROOMS:
         torch.manual_seed(0)

@@ -78,7 +78,7 @@ def test_a_container_enters_and_leaves(options: dict[str, Any], device: torch.de
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"capacity": 6}, {"method": "fixed", "capacity": N, "validate": False}, {"method": "dense"}],
+    [{}, {"capacity": 6}, {"capacity": N}],
     ids=str,
 )
 @pytest.mark.parametrize("with_bias", [True, False])

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer import attention, blocksparse, ffn, gemm, rowsparse, sae
+from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.sae.smallest import smallest
@@ -108,7 +109,7 @@ def _ffn(draw: Draw, m: int, n: int, d: int) -> Results:
     for method in ("auto", "gather", "union", "dense"):
         yield ffn.gated(x, gate, up, down, method=method)
         yield ffn.plain(x, up, down, method=method)
-    yield from sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1)
+    yield from sparse_ffn(SparseFfn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1))
     weights = [t.requires_grad_() for t in (gate, up, down)]
     for out, activity in (
         ffn.gated(x, *weights, method="gather", with_activity=True),

@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.engine import Case, Provider, error_beside_mean
+from benchmarks.inputs import random_selection
 from gossamer.attention import Selection, sparse_attention, sparse_decode
-from gossamer.testing import random_selection
 
 
 def cases(

@@ -24,7 +24,8 @@ from benchmarks.engine.profiling import profile_cases
 from benchmarks.engine.random_cases import draw_cases
 from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.engine.timing import Ceilings, measure_ceilings
-from gossamer.cli.environment import describe, provenance, resolve_device
+from benchmarks.provenance import provenance
+from gossamer.cli.environment import describe, resolve_device
 from gossamer.cli.folder import make_folder
 
 BENCHMARKS = Path(__file__).parents[1]

@@ -22,7 +22,9 @@ from gossamer.ffn._triton import sparse_training, train_columns, train_rows
 from gossamer.ffn._triton.entry_lists import Weights, column_lists
 from gossamer.ffn._triton.train_columns import ColumnTile
 from gossamer.ffn._triton.train_rows import RowTile, UpTile
-from gossamer.gemm.linear_pack import _linear_pack
+from gossamer.ffn.records import SparseTraining, SparseTrainingBwd
+from gossamer.gemm.linear_pack import linear_pack_operator
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse.matmul import matmul_operator, sampled_operator
 from gossamer.rowsparse.transpose import transpose_keys
 
@@ -93,8 +95,8 @@ class Operands:
 
     def by_hand(self) -> Tensor:
         """The operators of `rowsparse`."""
-        options = (256, self.slots, self.capacity, False)
-        values, indices, spans = _linear_pack(self.x, self.gate, self.bias, None, *options)
+        call = LinearPack(self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False)
+        values, indices, spans = linear_pack_operator(call)
         if self.up is not None:
             values = values * sampled_operator(self.x, self.up, indices, spans, None, False, True, None)[0]
         return matmul_operator(values, indices, spans, None, self.down, None, None)
@@ -106,8 +108,12 @@ class Operands:
     def lists(self) -> tuple[Tensor, ...]:
         options = (False, self.limit, sparse_training.room_for(self.room))
         with torch.no_grad():
-            out, _, _, _, *kept = sparse_training.sparse_training(*self.operands, None, *options, self.slots)
-            dx, gate, up, down, _ = sparse_training.sparse_training_bwd(self.grad, None, *self.operands, *kept, False)
+            out, _, _, _, *kept = sparse_training.sparse_training(
+                SparseTraining(*self.operands, None, *options, self.slots)
+            )
+            dx, gate, up, down, _ = sparse_training.sparse_training_bwd(
+                SparseTrainingBwd(self.grad, None, *self.operands, *kept, False)
+            )
         return (out, dx, gate, down) if self.up is None else (out, dx, gate, up, down)
 
     def step(self, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:

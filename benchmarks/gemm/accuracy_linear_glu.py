@@ -27,8 +27,9 @@ from torch.nn import functional as F
 
 from benchmarks.engine import report
 from benchmarks.engine.command import command_line, slug
+from benchmarks.provenance import provenance
 from gossamer import gemm
-from gossamer.cli.environment import describe, provenance, resolve_device
+from gossamer.cli.environment import describe, resolve_device
 from gossamer.cli.folder import make_folder
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -37,7 +37,8 @@ from benchmarks.engine import report
 from benchmarks.engine.command import command_line, slug
 from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.gemm.bench_linear_glu import linear_glu
-from gossamer.cli.environment import describe, provenance, resolve_device
+from benchmarks.provenance import provenance
+from gossamer.cli.environment import describe, resolve_device
 from gossamer.cli.folder import make_folder
 
 ROOT = Path(__file__).resolve().parents[2]

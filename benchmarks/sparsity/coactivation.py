@@ -199,9 +199,9 @@ def coactivation(
             # As many of each batch as make up `groups`, and at least two, one to order by and one to count.
             step = max(1, whole * len(given) // max(groups, 2 * len(given)))
             rows = x[: whole * GROUP].view(whole, GROUP, -1)[::step].flatten(0, 1)
-            active = activated(replace(block, x=rows)) != 0
+            active = activated(block._replace(x=rows)) != 0
             kept.setdefault(name, []).append(active.view(-1, GROUP, active.shape[1]).any(1))
-            last[name] = replace(block, x=x[: _MEASURED if measure else 0].clone())
+            last[name] = block._replace(x=x[: _MEASURED if measure else 0].clone())
 
     observe(_OPERATOR, blocks, collect)
     steps = len(given) + len(blocks)
@@ -240,8 +240,7 @@ def _measured(found: NeuronOrder, block: Block, path: str) -> NeuronOrder:
     def rows(t: Tensor | None) -> Tensor | None:
         return None if t is None else t.detach().index_select(0, order)
 
-    moved = replace(
-        block,
+    moved = block._replace(
         gate_weight=block.gate_weight.detach().index_select(0, order),
         gate_bias=rows(block.gate_bias),
         up_weight=rows(block.up_weight),
@@ -249,7 +248,7 @@ def _measured(found: NeuronOrder, block: Block, path: str) -> NeuronOrder:
         down_weight=block.down_weight.detach().index_select(1, order),
     )
     # The same for both: a weight whose transpose is contiguous needs no copy.
-    both = [replace(b, down_weight=b.down_weight.detach().t().contiguous().t()) for b in (block, moved)]
+    both = [b._replace(down_weight=b.down_weight.detach().t().contiguous().t()) for b in (block, moved)]
     with torch.no_grad():
         calls = [lambda b=b: run(_OPERATOR, b, path, None) for b in both]
         before, after = seconds(calls, block.x.device)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gossamer.sparsity._timing import pairs
+from gossamer.sparsity.report import pairs
 
 
 def tiles(groups: np.ndarray, tile: int) -> float:

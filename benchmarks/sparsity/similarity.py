@@ -101,7 +101,7 @@ class _Windows(Recorder):
         whole = x.shape[0] // self._window
         step = max(1, whole // self._each)
         for number in range(0, whole, step)[: self._each]:
-            part = replace(block, x=x[number * self._window : (number + 1) * self._window].clone())
+            part = block._replace(x=x[number * self._window : (number + 1) * self._window].clone())
             self.active.setdefault(name, []).append((activated(part) != 0).cpu().numpy())
             self.last[name] = part
 
@@ -185,7 +185,7 @@ def _grouped(windows: list[np.ndarray]) -> tuple[TokenGroups, np.ndarray]:
 
 def _measured(found: TokenGroups, block: Block, order: np.ndarray, path: str) -> TokenGroups:
     """With the times of a block on its rows as they are and in an order."""
-    moved = replace(block, x=block.x[torch.from_numpy(order).to(block.x.device)])
+    moved = block._replace(x=block.x[torch.from_numpy(order).to(block.x.device)])
     with torch.no_grad():
         calls = [lambda b=b: run(_OPERATOR, b, path, None) for b in (block, moved)]
         neighbours, similar = seconds(calls, block.x.device)

@@ -14,7 +14,12 @@ from gossamer.rowsparse._triton import overflow  # noqa: E402
 from gossamer.sae import encode_path  # noqa: E402
 from tests import aot  # noqa: E402
 
-pytestmark = pytest.mark.native
+pytestmark = [
+    pytest.mark.native,
+    pytest.mark.skipif(
+        torch.cuda.is_available(), reason="compiles without a GPU, with the versions in constraints.txt"
+    ),
+]
 
 # Bytes of stack a kernel may have on sm_90: what ptxas moves there, outside every loop over data, to fit one more
 # program on an SM. Of the first it is four words, read once a row. Of the second it is 13, in its loop too, with which

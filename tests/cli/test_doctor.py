@@ -13,8 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 import gossamer
+from benchmarks.provenance import commit
 from gossamer.cli import doctor, main
-from gossamer.cli.environment import commit, describe, devices, versions
+from gossamer.cli.environment import describe, devices, versions
 from gossamer.cli.self_check import Check, checks
 
 ONE = torch.ones(3)

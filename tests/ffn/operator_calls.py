@@ -3,6 +3,7 @@
 import torch
 
 from gossamer import ffn, gemm
+from gossamer.ffn.records import SparseFfn, SparseTraining
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.sparse_training import sparse_training
 
@@ -16,13 +17,13 @@ def calls(device: torch.device) -> None:
             ffn.gated(x, gate, up, down, gate_bias=bias, method=method)
             threshold = torch.rand(90, device=device)
             ffn.plain(x, up, down, up_bias=bias, activation=gemm.JumpReLU(threshold), method=method)
-        sparse_ffn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1)
+        sparse_ffn(SparseFfn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1))
     # Every entry is active, for places behind the last are left unwritten.
     for gated in (True, False):
         x, gate, up, down = (torch.rand(s, device=device) + 0.1 for s in ((16, 12), (90, 12), (90, 12), (7, 90)))
         leaves = [t.requires_grad_() for t in (x, gate, up, down)]
         bias = torch.rand(90, device=device).requires_grad_()
         weights = (leaves[0], leaves[1], bias, None, *((leaves[2], bias) if gated else (None, None)), leaves[3])
-        out, l1, *_ = sparse_training(*weights, None, True, 90, 1440, 256)
+        out, l1, *_ = sparse_training(SparseTraining(*weights, None, True, 90, 1440, 256))
         (out.sum() + l1).backward(retain_graph=True)
         out.sum().backward()

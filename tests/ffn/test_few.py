@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gossamer._core.ops import INTERPRET
+from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from tests.ffn.dense import SPARSE, call, check, operands
 
@@ -58,7 +59,7 @@ def test_entries_are_counted(device: torch.device, generator: torch.Generator) -
         kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
         parts = (a["x"], a["gate"], a["gate_bias"], None, None, None, a["down"], None)
         for step in (0, 1):
-            _, nnz, sizes = sparse_ffn(*parts, True, False, step)
+            _, nnz, sizes = sparse_ffn(SparseFfn(*parts, True, False, step))
             assert nnz.tolist() == (kept.sum(1).tolist() if step else [])
             if device.type == "cuda" or INTERPRET:
                 assert sizes.tolist() == [0] * step

@@ -5,6 +5,7 @@ import torch
 
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn.costs import costs_of
+from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from tests.ffn.dense import SPARSE, call, check, operands
 
@@ -46,7 +47,7 @@ def test_rows_in_several_parts(
     a = operands((40, 16, 260, 20), torch.float32, device, generator, shared=0.8)
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
     parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], a["down_bias"])
-    out, nnz, sizes = sparse_ffn(*parts, False, united, 1)
+    out, nnz, sizes = sparse_ffn(SparseFfn(*parts, False, united, 1))
     check(a, out)
     assert nnz.tolist() == kept.sum(1).tolist()
     limit = costs_of(260, 16, 20, True, a["x"]).limit
@@ -98,7 +99,7 @@ def test_entries_are_counted_where_asked(step: int, device: torch.device, genera
     a = operands((21, 24, 300, 40), torch.float32, device, generator)
     kept = a["x"] @ a["gate"].t() + a["gate_bias"] > 0
     parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"])
-    out, nnz, sizes = sparse_ffn(*parts, a["down_bias"], False, False, step)
+    out, nnz, sizes = sparse_ffn(SparseFfn(*parts, a["down_bias"], False, False, step))
     check(a, out)
     assert nnz.tolist() == (kept.sum(1).tolist() if step else [])
     assert len(sizes) == (step if device.type == "cuda" or INTERPRET else 1)

@@ -13,6 +13,7 @@ from gossamer import ffn, gemm, nn
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import training
+from gossamer.ffn.records import SparseTraining
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.testing import assert_close
 from tests.ffn.dense import SMALL as LARGER
@@ -129,7 +130,9 @@ def test_rows_in_no_list(
     a = taken(a, gated)
     counts = (a["x"] @ a["gate"].t() + a["gate_bias"] > 0).sum(1)
     ours, wide = leaves(a), leaves(a, torch.float64)
-    out, _, nnz, fired, _, _, offsets, heavy, _ = sparse_training(*operator_arguments(ours, limit, room, slots))
+    out, _, nnz, fired, _, _, offsets, heavy, _ = sparse_training(
+        SparseTraining(*operator_arguments(ours, limit, room, slots))
+    )
     listed = heavy[1 : 1 + int(heavy[0])]
     assert nnz.tolist() == counts.tolist() and int(fired.sum()) == int(counts.sum())
     # On the CPU a tile has slots for all.
@@ -155,7 +158,7 @@ def test_penalty_and_counts(gated: bool, device: torch.device, generator: torch.
     a = taken(a, gated)
     for limit in (300, 6):
         ours, wide = leaves(a), leaves(a, torch.float64)
-        out, l1, nnz, fired, *_ = sparse_training(*operator_arguments(ours, limit, 2000))
+        out, l1, nnz, fired, *_ = sparse_training(SparseTraining(*operator_arguments(ours, limit, 2000)))
         names = [name for name in a if name != "down_bias"]
         hidden = torch.relu(wide["x"] @ wide["gate"].t() + wide["gate_bias"])
         active = hidden > 0
@@ -216,6 +219,11 @@ def test_activity(gated: bool, method: str, device: torch.device, generator: tor
     gate = torch.relu(a["x"] @ a["gate"].t() + a["gate_bias"])
     hidden = gate * (a["x"] @ a["up"].t() + a["up_bias"]) if gated else gate
     a["x"] = a["x"].view(2, 17, 24)
+    counts = (gate > 0).sum(1)
+    sizes = training.sizes_for(34, 300, None)
+    kept = torch.where(counts > sizes.limit, 0, counts)
+    unlisted = int((counts > 0).sum() - ((kept > 0) & (kept.cumsum(0) <= sizes.room)).sum())
+    assert unlisted > 5
     for given in (a, leaves(a)):
         out, activity = block(given, method=method, with_activity=True)
         torch.testing.assert_close(out.flatten(0, 1), reference(a | {"x": a["x"].flatten(0, 1)}), rtol=1e-4, atol=1e-4)
@@ -223,6 +231,10 @@ def test_activity(gated: bool, method: str, device: torch.device, generator: tor
         torch.testing.assert_close(activity.l1.detach(), hidden.abs().sum() / 34)
         torch.testing.assert_close(activity.l0, (gate > 0).sum() / 34)
         assert activity.fired.tolist() == (gate > 0).sum(0).tolist()
+        # Of a tile, a GPU has slots for some entries alone.
+        on_lists = method == "gather" and out.requires_grad
+        assert not on_lists or device.type == "cuda" or INTERPRET or activity.unlisted == unlisted
+        assert activity.unlisted >= unlisted if on_lists else activity.unlisted == 0
 
 
 @pytest.mark.parametrize("method", ["auto", "gather"])
@@ -351,6 +363,43 @@ def test_auto_follows_its_tracker(device: torch.device, generator: torch.Generat
     assert ways == ["fused", "fused", "gather", "gather", "gather"]
     known = tracker.rows.known(training=True)
     assert known is not None and known.rows == 64
+
+
+def test_bursts_in_the_middle_of_training(device: torch.device, generator: torch.Generator) -> None:
+    """Steps in which all rows, one in three, or one neuron of all rows are active, between others: the weights stay
+    those of dense training, and lists go on with the size that they had."""
+    m, n = (40, 80) if INTERPRET else (140, 300)
+    wide = nn.GatedMLP(24, n, "relu", bias=True, dtype=torch.float64, device=device)
+    with torch.no_grad():
+        wide.gate_proj.bias.fill_(-1.5)
+        wide.gate_proj.weight[:, 0] = 1
+    ours = nn.GatedMLP(24, n, "relu", bias=True, method="auto", l1=True, device=device)
+    ours.load_state_dict(wide.state_dict())
+    ours.density.rows.pinned = "gather"
+    unlisted, optimizers = [], [torch.optim.SGD(block.parameters(), lr=1e-3) for block in (ours, wide)]
+    for step in range(7):
+        x = torch.randn(m, 24, device=device, generator=generator)
+        x[:, 0] = 8.0 if step == 2 else 0.0
+        x[:: 1 if step == 2 else 3, 0] = 8.0 * (step in (2, 4))
+        for block in (ours, wide):
+            with torch.no_grad():
+                block.gate_proj.bias[7] = 9.0 if step == 5 else -1.5
+        out, activity = ours(x)
+        (out.square().mean() + 1e-3 * activity.l1).backward()
+        gate = torch.relu(wide.gate_proj(x.double()))
+        hidden = gate * wide.up_proj(x.double())
+        (wide.down_proj(hidden).square().mean() + 1e-3 * hidden.abs().sum() / m).backward()
+        unlisted.append(int(activity.unlisted))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        for (name, a), b in zip(ours.named_parameters(), wide.parameters()):
+            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, msg=f"{name}, step {step}")
+        # The rounding of one step is not carried into the next.
+        ours.load_state_dict(wide.state_dict())
+    assert unlisted[2] > 0.8 * m and unlisted[4] > 0.3 * m
+    if not INTERPRET:
+        assert unlisted[0] == unlisted[6] == 0
 
 
 def test_lists_pay_where_few_entries_are_active(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gossamer.ffn import costs
+from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from tests.ffn.dense import check, operands
 
@@ -16,7 +17,7 @@ def test_unions_of_neighbours(shared: float, device: torch.device, generator: to
     z = a["x"] @ a["gate"].t() + a["gate_bias"]
     kept = z > 0
     parts = (a["x"], a["gate"], a["gate_bias"], None, a["up"], a["up_bias"], a["down"], a["down_bias"])
-    out, nnz, sizes = sparse_ffn(*parts, False, True, 1)
+    out, nnz, sizes = sparse_ffn(SparseFfn(*parts, False, True, 1))
     check(a, out)
     assert nnz.tolist() == kept.sum(1).tolist()
     limit = costs.costs_of(600, 24, 20, True, a["x"]).limit

@@ -148,8 +148,8 @@ def test_gated_after_the_product(
     found, plainly, exact = ([gate.to(kind, copy=True) for gate in gates] for kind in (dtype, dtype, torch.float64))
     operator = torch.ops.gossamer.gated_mlp_bwd_
     found.append(operator(grad, down, *found, activation))
-    plainly.append(usual.gated_mlp_bwd_(grad, down, *plainly, activation))
-    exact.append(usual.gated_mlp_bwd_(grad.double(), down.double(), *exact, activation))
+    plainly.append(usual.gated_mlp_bwd(usual.GatedMlpBwd(grad, down, *plainly, activation)))
+    exact.append(usual.gated_mlp_bwd(usual.GatedMlpBwd(grad.double(), down.double(), *exact, activation)))
     for got, want, by_torch in zip(found, exact, plainly):
         assert_close(got, reference64=want, plain=by_torch)
 

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from gossamer import gemm
 from gossamer._core import tuning
 from gossamer.gemm import linear_glu_path, linear_pack_path
+from gossamer.gemm.records import LinearGlu, LinearPack
 
 PAGE = (Path(__file__).parents[2] / "docs" / "gemm.md").read_text()
 SECTION = PAGE.partition("## The path of a call")[2].partition("\n## ")[0]
@@ -45,8 +46,8 @@ def test_the_table_of_the_docs(row: list[str], monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(PATHS[operator], "INTERPRET", False)
     x, weight = matrix(m, k, row), matrix(n, k, row)
     chosen = {
-        "linear_glu": lambda: linear_glu_path.choose_path(x, weight, weight),
-        "linear_pack": lambda: linear_pack_path.choose_path(x, weight, 256, 16),
+        "linear_glu": lambda: linear_glu_path.choose_path(LinearGlu(x, weight, weight, None, None, "silu", False)),
+        "linear_pack": lambda: linear_pack_path.choose_path(LinearPack(x, weight, None, None, 256, 16, None, False)),
     }
     assert chosen[operator]() == path
 

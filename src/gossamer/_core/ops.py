@@ -224,6 +224,11 @@ def _direct(apply: Callable[..., Any], run: Callable[..., Any]) -> Callable[...,
     return call
 
 
+def listened() -> Any:
+    """Whether a mode, a transform, a tracer or a profiler listens to PyTorch's dispatcher."""
+    return _dispatch_modes() or _transforms() is not None or _tracing_state() is not None or _profiler_enabled()
+
+
 def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
     """The function to call for plain tensors of `device` where autocast is off.
 
@@ -231,13 +236,7 @@ def shortcut(operator: Any, device: torch.device) -> Callable[..., Any]:
     implementation, with its gradient where gradients are on; else it is the operator. The dispatcher takes some 3 of
     the 20 us of a small operator, and more of an operator with a gradient.
     """
-    watched = (
-        torch.compiler.is_compiling()
-        or _dispatch_modes()
-        or _transforms() is not None
-        or _tracing_state() is not None
-        or _profiler_enabled()
-    )
+    watched = torch.compiler.is_compiling() or listened()
     # Inference mode records no gradients, also inside `torch.enable_grad`.
     recorded = torch.is_grad_enabled() and not _inference()
     return operator if watched else _ways[operator][recorded].get(device.type, operator)

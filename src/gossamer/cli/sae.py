@@ -35,7 +35,7 @@ sae = typer.Typer(
 @sae.command()
 def extract(
     autoencoder: Path = typer.Argument(
-        metavar="SAE", help="Folder of the autoencoder, as nn.save, SAELens or sparsify writes it."
+        metavar="SAE", help="Folder of the autoencoder, as nn.save_sae, SAELens or sparsify writes it."
     ),
     source: list[Path] = typer.Argument(
         help="Activations: .safetensors and .npy files, or folders of them, in order. With --model: text files "
@@ -145,7 +145,7 @@ def report(
         None, help="Latents to show, such as 1,5,9; default: the busiest, and a random sample that is always the same."
     ),
 ) -> None:
-    """Write a page on what latents do: how often, how strongly and, where the text is known, on what they fire.
+    """Write a page on latents: how often, how strongly and, where the text is known, on which text they fire.
 
     It verifies the statistics; `check` verifies the shards, from which the text comes.
     """
@@ -294,7 +294,7 @@ def _summary(found: Extraction) -> str:
 def _load(folder: Path, device: str) -> Any:
     """The SAE as a module of `nn`, or, for an architecture that is not there, of SAELens."""
     try:
-        return nn.load(folder, device=device).eval()
+        return nn.load_sae(folder, device=device).eval()
     except OnlyInSAELens as error:
         try:
             from sae_lens import SAE, TrainingSAE

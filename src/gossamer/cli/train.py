@@ -89,7 +89,7 @@ def run(
     ),
     set_: list[str] = typer.Option([], "--set", help="Any other field of train.Config, as --set length=512."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
-    checkpoint_every: int = typer.Option(100, min=1, help="Steps between checkpoints."),
+    checkpoint_every: int = typer.Option(100, min=1, help="Steps between checkpoints, and between reports."),
     keep: int = typer.Option(2, min=1, help="Checkpoints that stay."),
     validate_every: int = typer.Option(0, min=0, help="Steps between validations; 0: one at the end."),
     profile: bool = typer.Option(False, help="Write a trace of four steps to profile.json."),
@@ -127,8 +127,14 @@ def run(
         )  # fmt: skip
         console.print(_introduced(config, tokens, whole.step), markup=False)
         begun, first = joules() if joules else 0, whole.step
+
+        def page(record: dict[str, float]) -> None:
+            if record["step"] % checkpoint_every == 0:
+                _report([out], out / "report.html")
+
+        writers = [*_writers(log, out), page] if rank == 0 else []
         with _bar(console) as bar:
-            whole.train(_shower(bar, config, whole.step, _writers(log, out) if rank == 0 else []))
+            whole.train(_shower(bar, config, whole.step, writers))
         if rank == 0:
             found = {"device": describe(chosen), "parameters": config.parameters}
             if joules and whole.step > first:
@@ -251,7 +257,7 @@ def _ranks() -> Iterator[tuple[int, str | None]]:
 
 @contextmanager
 def _told(command: str) -> Iterator[None]:
-    """Says in one line what a user can mend."""
+    """Turns errors that a user can mend into one line."""
     try:
         yield
     except KeyboardInterrupt:
@@ -261,6 +267,6 @@ def _told(command: str) -> Iterator[None]:
         raise typer.BadParameter(f"gossamer train {command}: {error.name} is missing: {extra}.") from error
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
-    except (FloatingPointError, OSError) as error:
+    except (FloatingPointError, OverflowError, OSError) as error:
         Console(stderr=True).print(f"gossamer train {command}: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

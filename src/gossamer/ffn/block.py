@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -12,13 +12,14 @@ from torch import Tensor
 from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import INTERPRET, needs_gradient, undispatched
+from gossamer._core.ops import INTERPRET, needs_gradient
 from gossamer._core.ranges import span
 from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, Path, choose_path, costs_of, sample_step
+from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker, Known
 from gossamer.ffn.training import differentiable, with_all
-from gossamer.gemm._torch.linear_glu import linear
+from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse.formats import threshold_dtype
 
 NAMES = ("relu", "relu2")
@@ -26,8 +27,7 @@ NAMES = ("relu", "relu2")
 METHODS = ("auto", *get_args(Path))
 
 
-@dataclass(slots=True, eq=False)
-class Block:
+class Block(NamedTuple):
     """A block's operands: gate_weight [N, K] is what the activation follows, up_weight [N, K] is None in a plain one;
     down_weight [D, N]; threshold [N] or None; `recompute` as in `gemm.gated_mlp`."""
 
@@ -42,16 +42,9 @@ class Block:
     activation: str
     recompute: bool = False
 
-    @property
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        return (
-            self.x, self.gate_weight, self.gate_bias, self.threshold, self.up_weight, self.up_bias, self.down_weight,
-            self.down_bias,
-        )  # fmt: skip
-
     def sampled(self, step: int) -> Block:
         """Of every so many rows, without gradients."""
-        return replace(self, x=self.x.detach()[::step])
+        return self._replace(x=self.x.detach()[::step])
 
 
 class Found(NamedTuple):
@@ -76,10 +69,10 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None, 
         check(operator, block, method, density)
         cast = autocast.cast(block.x, block.gate_weight, block.up_weight, block.down_weight)
         names = ("x", "gate_weight", "up_weight", "down_weight")
-        block = replace(block, **dict(zip(names, cast)))  # type: ignore[arg-type]
+        block = block._replace(**dict(zip(names, cast)))  # type: ignore[arg-type]
         with autocast.disabled(block.x.device):
             return run(operator, block, method, density, with_activity)
-    tensors = block.tensors
+    tensors = block[:8]
     key = key_of(tensors, (method, type(density), tuning.tf32()))
     found = _checked.get(key)
     if found is None:
@@ -93,9 +86,9 @@ def run(operator: str, block: Block, method: str, density: BlockTracker | None, 
     x = block.x
     if block.threshold is not None:
         dtype = threshold_dtype(block.gate_weight.dtype)
-        block = replace(block, threshold=block.threshold.detach().to(dtype).expand(found.n))
+        block = block._replace(threshold=block.threshold.detach().to(dtype).expand(found.n))
     if x.dim() != 2:
-        block = replace(block, x=x.reshape(found.m, found.k))
+        block = block._replace(x=x.reshape(found.m, found.k))
     if needs_gradient(*tensors):
         out, activity = differentiable(
             operator, block, found[:4], method, density, _differentiable, with_activity
@@ -148,8 +141,8 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
         if method in ("gather", "union"):
             # The unions of a few groups tell whether it would pay.
             step = sample_step(m) if recorded else 0
-            options = (block.activation == "relu2", method == "union", step)
-            out, nnz, unions = undispatched(sparse_ffn, *block.tensors)(*block.tensors, *options)
+            call = SparseFfn(*block[:8], block.activation == "relu2", method == "union", step)
+            out, nnz, unions = sparse_ffn(call)
         else:
             hidden = _fused(block) if method == "fused" else _hidden(block)
             out = linear(hidden, block.down_weight, block.down_bias)

@@ -5,23 +5,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import INTERPRET, register
+from gossamer._core.operator import register
+from gossamer._core.ops import INTERPRET
 from gossamer.ffn._torch import sparse_ffn as _cpu
 from gossamer.ffn.costs import sampled_groups
+from gossamer.ffn.records import SparseFfn
 
 
-def _fake(x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
-    m, down_weight, step = x.shape[0], rest[5], rest[9]
-    nnz = x.new_empty(m if step else 0, dtype=torch.int32)
-    counted = sampled_groups(m, step) if x.is_cuda or INTERPRET else 1
-    return x.new_empty(m, down_weight.shape[0]), nnz, nnz.new_empty(counted)
+def _fake(call: SparseFfn) -> tuple[Tensor, Tensor, Tensor]:
+    x, m = call.x, call.x.shape[0]
+    nnz = x.new_empty(m if call.step else 0, dtype=torch.int32)
+    counted = sampled_groups(m, call.step) if x.is_cuda or INTERPRET else 1
+    return x.new_empty(m, call.down_weight.shape[0]), nnz, nnz.new_empty(counted)
 
 
-sparse_ffn = register(
-    "sparse_ffn(Tensor x, Tensor gate_weight, Tensor? gate_bias, Tensor? threshold, Tensor? up_weight, "
-    "Tensor? up_bias, Tensor down_weight, Tensor? down_bias, bool squared, bool united, SymInt step) "
-    "-> (Tensor, Tensor, Tensor)",
-    cpu=_cpu.sparse_ffn,
-    strided=("x", "gate_weight", "up_weight", "down_weight"),
-    fake=_fake,
-)
+@register(SparseFfn, cpu=_cpu.sparse_ffn, fake=_fake)
+def sparse_ffn() -> Any:
+    from gossamer.ffn._triton.sparse_ffn import sparse_ffn
+
+    return sparse_ffn

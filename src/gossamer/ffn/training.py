@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from gossamer._core import tuning
-from gossamer._core.ops import undispatched
 from gossamer._core.ranges import span
 from gossamer.ffn.activity import Activity
+from gossamer.ffn.records import SparseTraining, Trained
 from gossamer.ffn.sparse_training import sparse_training
-from gossamer.gemm._torch.linear_glu import linear
 from gossamer.rowsparse import Density
+from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse.dense_product import dense_seconds
 
 if TYPE_CHECKING:
@@ -111,10 +111,11 @@ def differentiable(
 
 def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor]:
     """By lists of the active entries: the block's result, its activity, and the entries of each row."""
-    call = undispatched(sparse_training, *block.tensors)
-    out, l1, nnz, fired, *_ = call(*block.tensors, block.activation == "relu2", *sizes)
-    fired = fired.long()
-    return out, Activity(l1, fired.sum() / nnz.shape[0], fired), nnz
+    call = SparseTraining(*block[:8], block.activation == "relu2", *sizes)
+    found = Trained(*sparse_training(call))
+    fired = found.fired.long()
+    activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
+    return found.out, activity, found.nnz
 
 
 def with_all(block: Block) -> tuple[Tensor, Activity]:

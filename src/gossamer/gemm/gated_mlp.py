@@ -7,10 +7,12 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
+from gossamer._core.operator import register
+from gossamer._core.ops import needs_gradient, refuse_second
 from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import check_operands, linear_glu, linear_glu_operator, products_bwd
+from gossamer.gemm.records import GatedMlpBwd, LinearGlu
 
 
 def gated_mlp(
@@ -87,8 +89,8 @@ class _GatedMLP(torch.autograd.Function):
         activation: str,
         recompute: bool,
     ) -> Tensor:
-        operands = (x, gate_weight, up_weight, gate_bias, up_bias)
-        hidden, *kept = undispatched(linear_glu_operator, *operands)(*operands, activation, not recompute)
+        call = LinearGlu(x, gate_weight, up_weight, gate_bias, up_bias, activation, not recompute)
+        hidden, *kept = linear_glu_operator(call)
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight, *((gate_bias, up_bias) if recompute else kept))
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation, ctx.recompute = activation, recompute
@@ -106,8 +108,9 @@ class _GatedMLP(torch.autograd.Function):
         grad_down = grad_bias = None
         with autocast.disabled(grad.device):
             if ctx.recompute:
-                operands = (x, gate_weight, up_weight, first, second)
-                gate, up = undispatched(linear_glu_operator, *operands)(*operands, ctx.activation, True)[1:]
+                call = LinearGlu(x, gate_weight, up_weight, first, second, ctx.activation, True)
+                gate, up = linear_glu_operator(call)[1:]
+                del call
             elif ctx.hooked or _retained():
                 gate, up = (kept.clone(memory_format=torch.contiguous_format) for kept in (first, second))
             else:
@@ -115,18 +118,16 @@ class _GatedMLP(torch.autograd.Function):
                 # Nothing that is kept outlives its last use.
                 ctx.maybe_clear_saved_tensors()
             del first, second
-            hidden = undispatched(_gated_mlp_bwd_, grad, down_weight, gate, up)(
-                grad, down_weight, gate, up, ctx.activation
-            )
+            hidden = _gated_mlp_bwd(GatedMlpBwd(grad, down_weight, gate, up, ctx.activation))
             if need_down:
                 grad_down = grad.t() @ hidden
             del hidden
             grads = [gate, up]
             del gate, up
-            found = products_bwd(ctx, grads, x, gate_weight, up_weight)
+            found = products_bwd(grads, x, gate_weight, up_weight, ctx.bias_dtypes, ctx.needs_input_grad)
         if need_down_bias:
             grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtypes[2])
-        return *found, grad_down, grad_bias, None, None
+        return *found.values(), grad_down, grad_bias, None, None
 
 
 def _retained() -> bool:
@@ -134,9 +135,8 @@ def _retained() -> bool:
     return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
 
 
-_gated_mlp_bwd_ = register(
-    "gated_mlp_bwd_(Tensor grad, Tensor down_weight, Tensor(a!) gate, Tensor(b!) up, str activation) -> Tensor",
-    cpu=_cpu.gated_mlp_bwd_,
-    strided=("grad", "down_weight"),
-    fake=lambda grad, down_weight, gate, up, activation: torch.empty_like(gate),
-)
+@register(GatedMlpBwd, cpu=_cpu.gated_mlp_bwd, fake=lambda call: torch.empty_like(call.gate))
+def _gated_mlp_bwd() -> Any:
+    from gossamer.gemm._triton.gated_mlp import gated_mlp_bwd
+
+    return gated_mlp_bwd

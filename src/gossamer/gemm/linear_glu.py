@@ -8,10 +8,12 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
+from gossamer._core.operator import register
+from gossamer._core.ops import needs_gradient
 from gossamer.gemm._torch import linear_glu as _cpu
 from gossamer.gemm._torch.linear_glu import GATES as GATES
-from gossamer.gemm.linear_glu_path import path_of
+from gossamer.gemm.linear_glu_path import PATHS, choose_path
+from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd
 
 ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "linear": "identity"}
 """Hugging Face's names for the same activations."""
@@ -69,8 +71,7 @@ def linear_glu(
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
     keep = not recompute and needs_gradient(*operands)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    call = linear_glu_operator if autocasts else undispatched(linear_glu_operator, flat, *operands[1:])
-    out = call(flat, gate_weight, up_weight, gate_bias, up_bias, name, keep)[0]
+    out = linear_glu_operator(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, name, keep))[0]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
@@ -117,40 +118,30 @@ def activation_name(operator: str, activation: str) -> str:
     return name
 
 
-def _fake(x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, *rest: Any) -> tuple[Tensor, ...]:
-    n = gate_weight.shape[0] // (2 if up_weight is None else 1)
-    kept = x.shape[0] if rest[-1] else 0
-    return x.new_empty(x.shape[0], n), x.new_empty(kept, n), x.new_empty(kept, n)
+def _fake(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
+    x, m, n = call.x, call.x.shape[0], call.gate_weight.shape[0] // (2 if call.up_weight is None else 1)
+    kept = m if call.keep else 0
+    return x.new_empty(m, n), x.new_empty(kept, n), x.new_empty(kept, n)
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, gate_weight, up_weight, gate_bias, up_bias, ctx.activation, ctx.keep = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, gate_weight, up_weight, *(output[1:] if ctx.keep else (gate_bias, up_bias)))
-    ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias)]
-
-
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 7
-    refuse_second("gemm.linear_glu")
-    x, gate_weight, up_weight, *rest = ctx.saved_tensors
-    # The forward pass has chosen the dtype, whatever a backward pass runs under.
-    with autocast.disabled(grad.device):
-        if ctx.keep:
-            grads = list(undispatched(_glu_bwd, grad, *rest)(grad, *rest, ctx.activation))
-        else:
-            call = undispatched(_linear_glu_bwd, grad, x, gate_weight, up_weight)
-            grads = list(call(grad, x, gate_weight, up_weight, *rest, ctx.activation))
-        return *products_bwd(ctx, grads, x, gate_weight, up_weight), None, None
+def _backward(call: LinearGlu, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    x, gate_weight, up_weight, *biases, activation, keep = call
+    if keep:
+        both = list(_glu_bwd(GluBwd(grads[0], kept[0], kept[1], activation)))
+    else:
+        both = list(_linear_glu_bwd(LinearGluBwd(grads[0], *call[:6])))
+    dtypes = [None if bias is None else bias.dtype for bias in biases]
+    return products_bwd(both, x, gate_weight, up_weight, dtypes, needs)
 
 
 def products_bwd(
-    ctx: Any, grads: list[Tensor], x: Tensor, gate_weight: Tensor, up_weight: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    """Gradients of x, both weights and both biases from `grads`, those of gate and up, which this empties."""
-    need_x, need_gate, need_up, *need_biases = ctx.needs_input_grad[:5]
+    grads: list[Tensor], x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, bias_dtypes: list[Any], needs: Any
+) -> dict[str, Tensor | None]:
+    """Gradients of x, both weights and both biases from `grads`, those of gate and up, which this empties.
+
+    `needs` begins with one bool for each of the five.
+    """
+    need_x, need_gate, need_up, *need_biases = needs[:5]
     if up_weight is None:
         n = gate_weight.shape[0] // 2
         weights, need_up = (gate_weight[:n], gate_weight[n:]), need_gate
@@ -160,9 +151,7 @@ def products_bwd(
         weights, both, out = (gate_weight, up_weight), None, (None, None)
     wide = torch.promote_types(x.dtype, torch.float32)
     grad_x, found, biases = None, [], []
-    for weight, needed, place, dtype, need_bias in zip(
-        weights, (need_gate, need_up), out, ctx.bias_dtypes, need_biases
-    ):
+    for weight, needed, place, dtype, need_bias in zip(weights, (need_gate, need_up), out, bias_dtypes, need_biases):
         # One after the other: what is used is let go. The sum over both is made in the second product's accumulators.
         grad = grads.pop(0)
         if need_x:
@@ -170,30 +159,48 @@ def products_bwd(
         found.append(torch.mm(grad.t(), x, out=place) if needed else None)
         biases.append(grad.sum(0, dtype=wide).to(dtype) if need_bias else None)
         del grad
-    return grad_x, *((both, None) if up_weight is None else found), *biases
+    if up_weight is None:
+        found = [both, None]
+    return dict(zip(("x", "gate_weight", "up_weight", "gate_bias", "up_bias"), (grad_x, *found, *biases)))
 
 
-_OPERANDS = "Tensor x, Tensor gate_weight, Tensor? up_weight, Tensor? gate_bias, Tensor? up_bias, str activation"
-linear_glu_operator = register(
-    f"linear_glu({_OPERANDS}, bool keep) -> (Tensor, Tensor, Tensor)",
+@register(
+    LinearGlu,
     cpu=_cpu.linear_glu,
-    strided=("x", "gate_weight", "up_weight"),
     fake=_fake,
-    setup_context=_context,
+    choose_path=choose_path,
+    paths=PATHS,
     backward=_backward,
-    path=path_of,
+    saved=("x", "gate_weight", "up_weight", "gate_bias", "up_bias"),
+    keep=lambda call, results: results[1:],
+    differentiable=1,
+    once_differentiable="gemm.linear_glu",
 )
-_linear_glu_bwd = register(
-    f"linear_glu_bwd(Tensor grad, {_OPERANDS}) -> (Tensor, Tensor)",
+def linear_glu_operator() -> Any:
+    from gossamer.gemm._triton.linear_glu import linear_glu
+
+    return linear_glu
+
+
+@register(
+    LinearGluBwd,
     cpu=_cpu.linear_glu_bwd,
-    strided=("grad", "x", "gate_weight", "up_weight"),
-    fake=lambda grad, x, *_: (x.new_empty(grad.shape), x.new_empty(grad.shape)),
+    fake=lambda call: (call.x.new_empty(call.grad.shape), call.x.new_empty(call.grad.shape)),
     once_differentiable="gemm.linear_glu",
 )
-_glu_bwd = register(
-    "glu_bwd(Tensor grad, Tensor gate, Tensor up, str activation) -> (Tensor, Tensor)",
+def _linear_glu_bwd() -> Any:
+    from gossamer.gemm._triton.linear_glu import linear_glu_bwd
+
+    return linear_glu_bwd
+
+
+@register(
+    GluBwd,
     cpu=_cpu.glu_bwd,
-    strided=("grad",),
-    fake=lambda grad, gate, up, activation: (torch.empty_like(gate), torch.empty_like(up)),
+    fake=lambda call: (torch.empty_like(call.gate), torch.empty_like(call.up)),
     once_differentiable="gemm.linear_glu",
 )
+def _glu_bwd() -> Any:
+    from gossamer.gemm._triton.linear_glu import glu_bwd
+
+    return glu_bwd

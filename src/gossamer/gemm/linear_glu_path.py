@@ -1,26 +1,31 @@
 """How `gemm.linear_glu` goes about it, chosen by what the host knows."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
+from gossamer.gemm.records import LinearGlu
 
-Path = Literal["torch", "row", "tiles", "hopper", "products"]
+Path = Literal["row", "tiles", "hopper", "products"]
+PATHS: dict[Path, str] = {
+    "row": "a single row, and no gradient: a program for each column reads its two rows of weights",
+    "tiles": "up to 64 rows of 16 bits, read 16 bytes at a time, and no gradient: a program for each 32 or 64 columns",
+    "hopper": "16 bits on Hopper, and tiles for half of the GPU: one kernel that the copy engine feeds",
+    "products": "all other calls: two products of the library, and a kernel that gates",
+}
 FEW = 64
 """Rows up to which the time goes into reading the weights."""
 
 
-def choose_path(x: Tensor, gate_weight: Tensor, up_weight: Tensor, alone: bool = True) -> Path:
-    """How x `[M, K]` goes through the weights `[N, K]`; the table in docs/gemm.md has the same rules.
-
-    With `alone` nothing but the result is written, neither gate and up nor their gradients.
-    """
-    (m, k), n = x.shape, gate_weight.shape[0]
-    if not (x.is_cuda or INTERPRET):
-        return "torch"
+def choose_path(call: LinearGlu) -> Path:
+    """How x `[M, K]` goes through the weights `[N, K]`, by the rules of `PATHS`."""
+    x, gate_weight, up_weight, *_, keep = call
+    if up_weight is None:
+        gate_weight, up_weight = gate_weight.chunk(2, 0)
+    (m, k), n, alone = x.shape, gate_weight.shape[0], not keep
     if alone and m == 1 and gate_weight.stride(1) == up_weight.stride(1) == 1:
         return "row"
     by_rows = x.stride(1) == gate_weight.stride(1) == up_weight.stride(1) == 1
@@ -31,13 +36,6 @@ def choose_path(x: Tensor, gate_weight: Tensor, up_weight: Tensor, alone: bool =
     if INTERPRET or not (aligned and n % 8 == 0 and tuning.hopper(x.device)):
         return "products"
     return "hopper" if pays(m, n, k, x.device) else "products"
-
-
-def path_of(x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, *rest: Any) -> str:
-    """The path of a call of the operator, as a profiler shows it."""
-    if up_weight is None:
-        gate_weight, up_weight = gate_weight.chunk(2, 0)
-    return f"gemm.linear_glu/{choose_path(x, gate_weight, up_weight, not rest[-1])}"
 
 
 def readable(operand: Tensor) -> bool:

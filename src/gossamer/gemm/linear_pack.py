@@ -8,10 +8,12 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
+from gossamer._core.ops import undispatched
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
-from gossamer.gemm.linear_pack_path import path_of
+from gossamer.gemm.linear_pack_path import PATHS, choose_path
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse.entries import fitting
 from gossamer.rowsparse.formats import empty_slots, threshold_dtype
 from gossamer.rowsparse.linear_source import LinearSource
@@ -84,10 +86,9 @@ def linear_pack(
         if threshold.dim() == 0 or threshold.dtype is not threshold_dtype(weight.dtype):
             threshold = threshold.to(threshold_dtype(weight.dtype)).expand(n)
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
-    operands = (flat, weight, bias, threshold)
-    call = _linear_pack if autocasts else undispatched(_linear_pack, *operands)
     squared = name == "relu2"
-    values, indices, spans = call(*operands, tile, slots, capacity, squared)
+    call = LinearPack(flat, weight, bias, threshold, tile, slots, capacity, squared)
+    values, indices, spans = linear_pack_operator(call)
     source = None
     if slots < min(tile, n) or capacity < n:
         if not torch.is_grad_enabled():
@@ -127,46 +128,51 @@ def check_sizes(operator: str, n: int, capacity: int | None, tile: int, slots: i
     return min(slots, tile), max(1, min(capacity, n))
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, _, _, _, _, squared = inputs
-    values, indices, spans = output
-    ctx.mark_non_differentiable(indices, spans)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, indices, spans, values if squared else None)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def _fake(call: LinearPack) -> tuple[Tensor, ...]:
+    m = call.x.shape[0]
+    return empty_slots(call.x, m, m * call.capacity)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
+def _keep(call: LinearPack, results: Any) -> tuple[Tensor | None, ...]:
+    values, indices, spans = results
+    return indices, spans, values if call.squared else None
+
+
+def _backward(call: LinearPack, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     """Every stored entry is active: the gradient of z is that of the values. Rows that overflowed are read from the
     source, which has a gradient of its own."""
-    if grad is None:
-        return (None,) * 8
-    x, weight, indices, spans, squares = ctx.saved_tensors
+    x, weight, bias = call[:3]
+    (indices, spans, squares), grad, n = kept, grads[0], weight.shape[0]
     if squares is not None:
         grad = 2 * grad * squares.sqrt()
-    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    n, spans = weight.shape[0], fitting(spans, indices.shape[0])
-    grad_x = grad_weight = grad_bias = None
-    if need_x:
-        call = undispatched(matmul_operator, grad, weight)
-        grad_x = call(grad, indices, spans, None, weight, None, x.dtype)
-    if need_weight or need_bias:
+    spans = fitting(spans, indices.shape[0])
+    found: dict[str, Tensor | None] = {}
+    if needs.x:
+        multiply = undispatched(matmul_operator, grad, weight)
+        found["x"] = multiply(grad, indices, spans, None, weight, None, x.dtype)
+    if needs.weight or needs.bias:
         columns = undispatched(transpose_keys, indices, spans)(indices, spans, n)
-    if need_weight:
-        grad_weight = gradients(x, indices, columns, grad, spans, None, None, weight.dtype)[0]
-    if need_bias:
+    if needs.weight:
+        found["weight"] = gradients(x, indices, columns, grad, spans, None, None, weight.dtype)[0]
+    if bias is not None and needs.bias:
         ones, wide = x.new_ones(x.shape[0], 1), threshold_dtype(weight.dtype)
-        grad_bias = gradients(ones, indices, columns, grad, spans, None, None, wide)[0][:, 0].to(ctx.bias_dtype)
-    return grad_x, grad_weight, grad_bias, *(None,) * 5
+        sums = gradients(ones, indices, columns, grad, spans, None, None, wide)[0]
+        found["bias"] = sums[:, 0].to(bias.dtype)
+    return found
 
 
-_linear_pack = register(
-    "linear_pack(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, int tile, int slots, SymInt capacity, "
-    "bool squared) -> (Tensor, Tensor, Tensor)",
+@register(
+    LinearPack,
     cpu=_cpu.linear_pack,
-    strided=("x", "weight"),
-    fake=lambda x, weight, _b, _t, tile, slots, capacity, squared: empty_slots(x, x.shape[0], x.shape[0] * capacity),
-    setup_context=_context,
+    fake=_fake,
+    choose_path=choose_path,
+    paths=PATHS,
     backward=_backward,
-    path=path_of,
+    saved=("x", "weight", "bias"),
+    keep=_keep,
+    differentiable=1,
 )
+def linear_pack_operator() -> Any:
+    from gossamer.gemm._triton.linear_pack import linear_pack
+
+    return linear_pack

@@ -1,29 +1,29 @@
 """How `gemm.linear_pack` goes about it, chosen by what the host knows."""
 
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.gemm.linear_glu_path import readable
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse.dense_product import dense_seconds
 
-Path = Literal["torch", "hopper", "blocks"]
+Path = Literal["hopper", "blocks"]
+PATHS: dict[Path, str] = {
+    "hopper": "more than 32 rows of 16 bits on Hopper, tiles of 256, and a model of both that says so: the product "
+    "packs its own result",
+    "blocks": "all other calls: products of the library, block by block of rows, each packed from the L2",
+}
 TILE = 256
 """Columns of a tile that Hopper's kernel packs."""
 
 
-def choose_path(x: Tensor, weight: Tensor, tile: int, slots: int) -> Path:
-    """How x `[M, K]` goes through a weight `[N, K]` into tiles; the table in docs/gemm.md has the same rules."""
-    if not (x.is_cuda or INTERPRET):
-        return "torch"
+def choose_path(call: LinearPack) -> Path:
+    """How x `[M, K]` goes through a weight `[N, K]` into tiles, by the rules of `PATHS`."""
+    x, weight, tile, slots = call.x, call.weight, call.tile, call.slots
     return "hopper" if not library_is_faster(x, weight) and packs(x, weight, tile, slots) else "blocks"
-
-
-def path_of(x: Tensor, weight: Tensor, *rest: Any) -> str:
-    """The path of a call of the operator, as a profiler shows it."""
-    return f"gemm.linear_pack/{choose_path(x, weight, *rest[2:4])}"
 
 
 def packs(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:

@@ -61,7 +61,7 @@ class Transcoder(Reviving):
         super().__init__(d_in, d_sae, dtype, device, d_out)
         self._set_k(k, aux_coefficient, aux_k, dead_after)
         self.d_out = d_out
-        # Registered where there is none too: a module's parameters are what it is taken apart by.
+        # Registered where there is none, too: other code takes a module apart by its parameters.
         self.register_parameter("W_skip", torch.nn.Parameter(self.W_dec.new_zeros(d_out, d_in)) if skip else None)
 
     @property

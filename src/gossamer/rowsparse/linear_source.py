@@ -60,7 +60,7 @@ class LinearSource:
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LinearSource":
         tensors: Any = [None if t is None else function(t) for t in self.tensors]
-        return LinearSource(*tensors, squared=self.squared)
+        return LinearSource(*tensors, self.squared)
 
     def of_rows(self, key: Any) -> "LinearSource":
         """The same of some rows of x."""

@@ -1,10 +1,10 @@
-"""What the activations of a model's sparse blocks let through, counted on the device."""
+"""Counts of the active neurons of a model's sparse blocks, on the device."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sized
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -86,14 +86,6 @@ class LayerStatistics:
         below = self.histogram.cumsum(0)
         return int((below < (share * below[-1]).ceil()).sum())
 
-    def by_position(self) -> Tensor:
-        """Mean entries by position, `[T]` float64 on the CPU; NaN where no token was."""
-        return (self.position_entries.double() / self.position_tokens).cpu()
-
-    def by_token(self) -> Tensor:
-        """Mean entries by token, `[V]` float64 on the CPU; NaN of tokens that did not occur."""
-        return (self.token_entries.double() / self.token_tokens).cpu()
-
     def add(self, active: Tensor, ids: Tensor | None, positions: Tensor | None, mask: Tensor | None) -> None:
         """Counts tokens, without waiting for the device.
 
@@ -128,11 +120,10 @@ class LayerStatistics:
 
 
 class Recorder:
-    """Counts what a model's sparse blocks let through while it is entered, without waiting for the device.
+    """Counts the active neurons of a model's sparse blocks while it is entered, without waiting for the device.
 
-    The gate of a block is computed once more for it, in training as well as without gradients. Positions and tokens are
-    known in what `statistics` and `report` run, and otherwise positions alone, of blocks that are called with
-    `[B, T, K]`.
+    The gate of a block is computed once more for it, in training as well as without gradients. `report` knows positions
+    and tokens; otherwise positions alone are known, of blocks that are called with `[B, T, K]`.
 
     Args:
         model: `nn` modules or a model of transformers after `integrations.transformers.patch(model, sparse=True)`.
@@ -195,7 +186,7 @@ class Recorder:
         span = max(GROUP, _ELEMENTS // max(n, 1) // GROUP * GROUP)
         for first in range(0, x.shape[0], span):
             some = slice(first, first + span)
-            active = activated(replace(block, x=x[some])) != 0
+            active = activated(block._replace(x=x[some])) != 0
             found.add(active, *(None if t is None else t[some] for t in flat))
 
     def _tokens(self, name: str, rows: int, device: torch.device) -> tuple[Tensor | None, Tensor | None]:
@@ -206,35 +197,6 @@ class Recorder:
             return None, None
         mask = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else None
         return ids.to(device).long(), None if mask is None else mask.to(device) != 0
-
-
-def statistics(
-    model: nn.Module, batches: Iterable[Batch], *, progress: Callable[[int, int | None], Any] | None = None
-) -> dict[str, LayerStatistics]:
-    """What a model's sparse blocks let through when it reads batches; in evaluation mode, without gradients.
-
-    Args:
-        model: as in `Recorder`.
-        batches: what the model is called with: a tensor, keyword arguments as transformers' tokenizers give them, or a
-            tuple of arguments. Rows that an `attention_mask` leaves out are not counted.
-        progress: called after each batch with (batches done, batches in all or None).
-
-    Returns:
-        The statistics of each block that was called, by its module's name.
-
-    Raises:
-        ValueError: no sparse block in model.
-
-    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", section 4.3.
-
-    >>> mlp = gossamer.nn.GatedMLP(8, 24, activation="relu")
-    >>> statistics(mlp, [torch.ones(2, 5, 8)])[""].position_tokens.tolist()
-    [2, 2, 2, 2, 2]
-    """
-    sparse_blocks("sparsity.statistics", model)
-    with Recorder(model) as recorder:
-        run_batches(model, batches, recorder.read, progress)
-    return recorder.layers
 
 
 def run_batches(
@@ -267,7 +229,7 @@ def sparse_blocks(operator: str, model: nn.Module) -> dict[str, SparseBlock]:
         raise ValueError(
             f"{operator}: model must have sparse blocks, got none. nn.GatedMLP and nn.MLP are some, and models of "
             "transformers have them after integrations.transformers.patch(model, sparse=True), where their activation "
-            "is a ReLU or squared ReLU: others leave nothing out. print what patch returns: it says why."
+            "is a ReLU or squared ReLU: others leave nothing out. print(patch(model, sparse=True)) says why."
         )
     return found
 

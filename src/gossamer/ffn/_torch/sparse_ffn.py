@@ -5,6 +5,7 @@ from torch import Tensor
 
 from gossamer._core.ranges import span
 from gossamer.ffn.costs import CPU_DENSE, CPU_GROUP
+from gossamer.ffn.records import SparseFfn
 from gossamer.rowsparse._torch.linear_source import activate_, linear
 
 _BLOCK = 1 << 24
@@ -14,21 +15,10 @@ _CHUNK = 128
 product copies all before it begins, and takes up to twice as long."""
 
 
-def sparse_ffn(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor | None,
-    threshold: Tensor | None,
-    up_weight: Tensor | None,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    down_bias: Tensor | None,
-    squared: bool,
-    united: bool,
-    step: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], or [0] where step is 0, and int32 [1]: of how many
-    rows the gate turned out to be dense, so that all of the block was multiplied)."""
+def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [M, D], entries of each row [M], or [0] where step is 0, and int32 [1]: of how many rows the gate turned out
+    to be dense, so that all of the block was multiplied)."""
+    x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_bias, squared, _, step = call
     m, n = x.shape[0], gate_weight.shape[0]
     out = x.new_empty(m, down_weight.shape[0])
     nnz = torch.empty(m if step else 0, dtype=torch.int32)

@@ -2,84 +2,63 @@
 the active entries alone are kept."""
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer.gemm._torch.linear_glu import linear
-from gossamer.rowsparse._torch.linear_source import activate_
+from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
+from gossamer.rowsparse._torch.linear_source import activate_, linear
 from gossamer.rowsparse.formats import column_dtype
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time."""
 
 
-class Operands(NamedTuple):
-    """weights `[N, K]`, down `[D, N]`; threshold `[N]`; what may be absent is None."""
-
-    x: Tensor
-    gate_weight: Tensor
-    gate_bias: Tensor | None
-    threshold: Tensor | None
-    up_weight: Tensor | None
-    up_bias: Tensor | None
-    down_weight: Tensor
-    down_bias: Tensor | None
-
-    def gate(self, rows: slice | Tensor) -> Tensor:
-        """The entries of some rows that the activation lets through, not squared yet."""
-        z = linear(self.x[rows], self.gate_weight, self.gate_bias)
-        return torch.relu_(z) if self.threshold is None else activate_(z, self.threshold)
-
-    def up(self, rows: slice | Tensor) -> Tensor | None:
-        return None if self.up_weight is None else linear(self.x[rows], self.up_weight, self.up_bias)
-
-    def blocks(self) -> Iterator[slice]:
-        m, n = self.x.shape[0], self.gate_weight.shape[0]
-        step = max(64, _BLOCK // max(n, 1))
-        for start in range(0, m, step):
-            yield slice(start, min(start + step, m))
+Call = SparseTraining | SparseTrainingBwd
 
 
-def sparse_training(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor | None,
-    threshold: Tensor | None,
-    up_weight: Tensor | None,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    down_bias: Tensor | None,
-    squared: bool,
-    limit: int,
-    room: int,
-    slots: int,
-) -> tuple[Tensor, ...]:
-    """Operator `sparse_training`, as its registration says. On the CPU a tile has slots for all."""
-    of = Operands(x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_bias)
-    (m, _), n = x.shape, gate_weight.shape[0]
-    out, wide = x.new_empty(m, down_weight.shape[0]), torch.promote_types(x.dtype, torch.float32)
-    values, up_values = x.new_zeros(room), x.new_zeros(0 if up_weight is None else room)
+def _gate(call: Call, rows: slice | Tensor) -> Tensor:
+    """The entries of some rows that the activation lets through, not squared yet."""
+    z = linear(call.x[rows], call.gate_weight, call.gate_bias)
+    return torch.relu_(z) if call.threshold is None else activate_(z, call.threshold)
+
+
+def _up(call: Call, rows: slice | Tensor) -> Tensor | None:
+    return None if call.up_weight is None else linear(call.x[rows], call.up_weight, call.up_bias)
+
+
+def _blocks(call: Call) -> Iterator[slice]:
+    m, n = call.x.shape[0], call.gate_weight.shape[0]
+    step = max(64, _BLOCK // max(n, 1))
+    for start in range(0, m, step):
+        yield slice(start, min(start + step, m))
+
+
+def sparse_training(call: SparseTraining) -> Trained:
+    """On the CPU a tile has slots for all."""
+    x, room = call.x, call.room
+    (m, _), n = x.shape, call.gate_weight.shape[0]
+    out, wide = x.new_empty(m, call.down_weight.shape[0]), torch.promote_types(x.dtype, torch.float32)
+    values, up_values = x.new_zeros(room), x.new_zeros(0 if call.up_weight is None else room)
     columns = torch.zeros(room, dtype=column_dtype(n))
     nnz, offsets = torch.empty(m, dtype=torch.int32), torch.zeros(m + 1, dtype=torch.int32)
     heavy, fired = torch.zeros(m + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
     l1 = torch.zeros((), dtype=wide)
     end, full = 0, False
-    for block in of.blocks():
-        gate, up = of.gate(block), of.up(block)
+    for block in _blocks(call):
+        gate, up = _gate(call, block), _up(call, block)
         active = gate != 0
         counts = active.sum(1)
         nnz[block] = counts
         fired += active.sum(0, dtype=torch.int32)
-        hidden = gate.square() if squared else gate
+        hidden = gate.square() if call.squared else gate
         # A factor that is not finite must not reach entries that are 0.
         hidden = hidden if up is None else torch.where(active, hidden * up, 0)
         l1 += hidden.to(wide).abs().sum()
-        out[block] = linear(hidden, down_weight, down_bias)
-        kept = torch.where(counts > limit, 0, counts)
+        out[block] = linear(hidden, call.down_weight, call.down_bias)
+        kept = torch.where(counts > call.limit, 0, counts)
         kept = torch.where(kept.cumsum(0) + end > room if not full else kept > 0, 0, kept)
-        full = full or bool(((kept == 0) & (counts > 0) & (counts <= limit)).any())
+        full = full or bool(((kept == 0) & (counts > 0) & (counts <= call.limit)).any())
         offsets[block.start + 1 : block.stop + 1] = kept.cumsum(0) + end
         left = ((kept == 0) & (counts > 0)).nonzero().squeeze(1)
         heavy[1 + int(heavy[0]) : 1 + int(heavy[0]) + left.numel()] = left + block.start
@@ -90,28 +69,12 @@ def sparse_training(
         if up is not None:
             up_values[part] = up[rows, found]
         end = part.stop
-    return out, (l1 / max(m, 1)).to(wide), nnz, fired, values, columns, offsets, heavy, up_values
+    return Trained(out, (l1 / max(m, 1)).to(wide), nnz, fired, values, columns, offsets, heavy, up_values)
 
 
-def sparse_training_bwd(
-    grad: Tensor,
-    penalty: Tensor | None,
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor | None,
-    threshold: Tensor | None,
-    up_weight: Tensor | None,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    values: Tensor,
-    columns: Tensor,
-    offsets: Tensor,
-    heavy: Tensor,
-    up_values: Tensor,
-    squared: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sparse_training_bwd`, as its registration says."""
-    of = Operands(x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, None)
+def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(gradients of x, W_gate, W_up, W_down [N, D], sums [2, N])"""
+    grad, penalty, x, gate_weight, _, _, up_weight, _, down_weight, values, columns, offsets, heavy, *_ = call
     (m, k), (d, n) = x.shape, down_weight.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -121,7 +84,7 @@ def sparse_training_bwd(
     down = torch.zeros(n, d, dtype=wide)
     listed = heavy[1 : 1 + int(heavy[0])].long()
     places = columns.long() & 0xFFFF if columns.dtype is torch.int16 else columns.long()
-    for block in of.blocks():
+    for block in _blocks(call):
         counts = offsets[block.start + 1 : block.stop + 1] - offsets[block]
         part = slice(int(offsets[block.start]), int(offsets[block.stop]))
         rows = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
@@ -130,16 +93,17 @@ def sparse_training_bwd(
         gate[at] = values[part]
         up = None if up_weight is None else torch.zeros_like(gate)
         if up is not None:
-            up[at] = up_values[part]
+            up[at] = call.up_values[part]
         some = listed[(listed >= block.start) & (listed < block.stop)]
         if some.numel():
-            gate[some - block.start] = of.gate(some)
-            if up is not None:
-                up[some - block.start] = linear(x[some], up_weight, up_bias)  # type: ignore[arg-type]
+            gate[some - block.start] = _gate(call, some)
+            rest = _up(call, some)
+            if up is not None and rest is not None:
+                up[some - block.start] = rest
         active = gate != 0
         through = (grad[block] @ down_weight).to(wide)
-        slope = 2 * gate.to(wide) if squared else torch.ones_like(gate, dtype=wide)
-        hidden = gate.square() if squared else gate
+        slope = 2 * gate.to(wide) if call.squared else torch.ones_like(gate, dtype=wide)
+        hidden = gate.square() if call.squared else gate
         if penalty is not None:
             share = penalty.to(wide) / m
             through = through + (share if up is None else share * up.to(wide).sign())

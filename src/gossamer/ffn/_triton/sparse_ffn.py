@@ -16,6 +16,7 @@ from gossamer.ffn._triton import few, gather, heavy, replay, union
 from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
 from gossamer.ffn._triton.replay import Launched
 from gossamer.ffn.costs import costs_of, sampled_groups
+from gossamer.ffn.records import SparseFfn
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose, rows_contiguous
 
@@ -27,23 +28,12 @@ Operands = tuple[Tensor | None, ...]
 down."""
 
 
-def sparse_ffn(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor | None,
-    threshold: Tensor | None,
-    up_weight: Tensor | None,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    down_bias: Tensor | None,
-    squared: bool,
-    united: bool,
-    step: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sparse_ffn` -> (out [M, D], entries of each row [M], columns that groups of rows have in all), the
-    latter two [0] where step is 0."""
-    m, n, d = x.shape[0], gate_weight.shape[0], down_weight.shape[0]
-    operands = (x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_bias)
+def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor, Tensor]:
+    """(out [M, D], entries of each row [M], columns that groups of rows have in all), the latter two [0] where step is
+    0."""
+    operands, (squared, united, step) = call[:8], call[8:]
+    x, down_bias = call.x, call.down_bias
+    m, n, d = x.shape[0], call.gate_weight.shape[0], call.down_weight.shape[0]
     is_few, out = m <= few.ROWS, x.new_empty(m, d)
     nnz = torch.empty(m if step else 0, dtype=torch.int32, device=x.device)
     if m == 0 or n == 0 or d == 0:
@@ -52,18 +42,18 @@ def sparse_ffn(
     results = (out, nnz) if step else (out,)
     # Groups are counted in one call of many; that one is not repeated.
     sizes = nnz.new_zeros(sampled_groups(m, step)) if is_few and step else nnz.new_empty(sampled_groups(m, step))
-    call = None
+    known = None
     if not launch.INTERPRET and (is_few or (step == 0 and m <= BLOCK)):
-        call = replay.call_of(operands, squared, united and not is_few, step > 0)
-        if replay.repeat(call, operands, results):
+        known = replay.call_of(operands, squared, united and not is_few, step > 0)
+        if replay.repeat(known, operands, results):
             return out, nnz, sizes
     read = _readable(operands, is_few)
     if is_few:
         launched = few.project(read, out, nnz if step else None, squared)
     else:
         launched = _many(read, out, nnz if step else nnz.new_empty(m), sizes, squared, united, step)
-    if call is not None and all(a is b for a, b in zip(operands, read, strict=True)):
-        replay.record(call, operands, results, launched)
+    if known is not None and all(a is b for a, b in zip(operands, read, strict=True)):
+        replay.record(known, operands, results, launched)
     return out, nnz, sizes
 
 

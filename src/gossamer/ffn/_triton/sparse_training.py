@@ -14,6 +14,7 @@ from gossamer._core import launch
 from gossamer._core.compiling import together
 from gossamer.ffn._triton import train_columns, train_heavy, train_rows
 from gossamer.ffn._triton.entry_lists import RowLists, Weights, column_lists, row_lists
+from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
 from gossamer.rowsparse.formats import empty_twell
@@ -41,52 +42,26 @@ def lists_of(x: Tensor, weights: Weights, limit: int, room: int, slots: int) -> 
 
 
 @together
-def sparse_training(
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor | None,
-    threshold: Tensor | None,
-    up_weight: Tensor | None,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    down_bias: Tensor | None,
-    squared: bool,
-    limit: int,
-    room: int,
-    slots: int,
-) -> tuple[Tensor, ...]:
-    """Operator `sparse_training`, as its registration says."""
-    weights = Weights(gate_weight, gate_bias, threshold, up_weight, up_bias, turned(down_weight))
-    lists = lists_of(x, weights, limit, room, slots)
-    out, up_values, l1 = train_rows.forward(lists, x, weights, down_bias, squared)
-    train_heavy.forward(lists, x, weights, down_bias, out, l1, squared)
+def sparse_training(call: SparseTraining) -> Trained:
+    """By lists of the gate's active entries, and dense tiles for rows that stand in none."""
+    x, squared = call.x, call.squared
+    weights = Weights(*call[1:6], turned(call.down_weight))
+    lists = lists_of(x, weights, call.limit, call.room, call.slots)
+    out, up_values, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
+    train_heavy.forward(lists, x, weights, call.down_bias, out, l1, squared)
     kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
-    return out, l1.mean(), lists.nnz, lists.fired, *kept, x.new_empty(0) if up_values is None else up_values
+    up_values = x.new_empty(0) if up_values is None else up_values
+    return Trained(out, l1.mean(), lists.nnz, lists.fired, *kept, up_values)
 
 
 @together
-def sparse_training_bwd(
-    grad: Tensor,
-    penalty: Tensor | None,
-    x: Tensor,
-    gate_weight: Tensor,
-    gate_bias: Tensor | None,
-    threshold: Tensor | None,
-    up_weight: Tensor | None,
-    up_bias: Tensor | None,
-    down_weight: Tensor,
-    values: Tensor,
-    columns: Tensor,
-    offsets: Tensor,
-    heavy: Tensor,
-    up_values: Tensor,
-    squared: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sparse_training_bwd`, as its registration says."""
-    weights = Weights(gate_weight, gate_bias, threshold, up_weight, up_bias, turned(down_weight))
+def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(gradients of x, W_gate, W_up, W_down [N, D], sums [2, N])"""
+    grad, penalty, x, *_, values, columns, offsets, heavy, up_values, squared = call
+    weights = Weights(*call[3:8], turned(call.down_weight))
     n = weights.gate.shape[0]
     share = None if penalty is None else (penalty / x.shape[0]).float()
-    up = None if up_weight is None else up_values
+    up = None if call.up_weight is None else up_values
     by_neuron = column_lists(values, up, columns, offsets, n, squared)
     grad_down, dots = train_columns.down_gradients(by_neuron, grad, weights.down)
     by_row, by_column = train_columns.hidden_gradients(by_neuron, dots, values, up, share, squared)

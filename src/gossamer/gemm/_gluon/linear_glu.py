@@ -37,6 +37,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import cuts_of
+from gossamer.gemm.records import LinearGlu
 
 BLOCK_N = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
@@ -353,17 +354,11 @@ def schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tu
 
 
 def launch_linear_glu(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    grad: Tensor | None,
-    out: Tensor | None,
-    gates: tuple[Tensor, Tensor] | None,
+    call: LinearGlu, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Fills out and gates, which are gate and up, or with grad their gradients."""
+    """Fills out and gates, which are gate and up, or with grad their gradients. The call has two weights."""
+    x, gate_weight, up_weight, gate_bias, up_bias, activation, _ = call
+    assert up_weight is not None
     (m, k), n = x.shape, gate_weight.shape[0]
     block_m, stages = tile_rows(m)
     tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)

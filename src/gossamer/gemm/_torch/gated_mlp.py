@@ -3,11 +3,12 @@
 from torch import Tensor
 
 from gossamer.gemm._torch.linear_glu import gradients
+from gossamer.gemm.records import GatedMlpBwd
 
 
-def gated_mlp_bwd_(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Operator `gated_mlp_bwd_` -> what gate and up made, [M, N]; their gradients take their places."""
-    hidden = grad @ down_weight
-    for old, new in zip((gate, up, hidden), gradients(hidden, gate, up, activation)):
+def gated_mlp_bwd(call: GatedMlpBwd) -> Tensor:
+    """The product of activated gate and up, [M, N]."""
+    hidden = call.grad @ call.down_weight
+    for old, new in zip((call.gate, call.up, hidden), gradients(hidden, call.gate, call.up, call.activation)):
         old.copy_(new)
     return hidden

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd
 from gossamer.rowsparse._torch.linear_source import linear as linear
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -32,43 +33,27 @@ SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 """(gradient of the activation, what it was of) -> gradient of what it was of."""
 
 
-def linear_glu(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `linear_glu` -> (out, gate, up), [M, N] or, without `keep`, the latter two [0, N]."""
-    gate, up = _products(x, gate_weight, up_weight, gate_bias, up_bias)
-    kept = (gate, up) if keep else (gate.new_empty(0, gate.shape[1]), up.new_empty(0, up.shape[1]))
+def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, gate, up), [M, N] or, without `keep`, the latter two [0, N]."""
+    gate, up = _products(*call[:5])
+    kept = (gate, up) if call.keep else (gate.new_empty(0, gate.shape[1]), up.new_empty(0, up.shape[1]))
     dtype = gate.dtype
     if dtype.itemsize == 2:
         gate, up = gate.float(), up.float()
-    active = GATES[activation](gate)
+    active = GATES[call.activation](gate)
     out = active * up if active is kept[0] else active.mul_(up)
     return out.to(dtype) if dtype.itemsize == 2 else out, *kept
 
 
-def linear_glu_bwd(
-    grad: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    """Operator `linear_glu_bwd` -> gradients of gate and up, [M, N], computing the two again."""
-    return glu_bwd(grad, *_products(x, gate_weight, up_weight, gate_bias, up_bias), activation)
+def linear_glu_bwd(call: LinearGluBwd) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, [M, N]; both are computed again."""
+    return glu_bwd(GluBwd(call.grad, *_products(*call[1:6]), call.activation))
 
 
-def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Operator `glu_bwd` -> gradients of gate and up, [M, N], from the two as they were kept."""
-    grad_gate, grad_up, _ = gradients(grad, gate, up, activation)
-    return grad_gate.to(gate.dtype), grad_up.to(up.dtype)
+def glu_bwd(call: GluBwd) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, [M, N]."""
+    grad_gate, grad_up, _ = gradients(*call)
+    return grad_gate.to(call.gate.dtype), grad_up.to(call.up.dtype)
 
 
 def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor, Tensor]:

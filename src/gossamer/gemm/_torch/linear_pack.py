@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse._torch.pack import buffers_of, positions_above, row_offsets_of
 
@@ -10,17 +11,9 @@ _BLOCK = 1 << 24
 """Pre-activations in memory at one time: few beside the weights, and enough rows for a fast product."""
 
 
-def linear_pack(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    tile: int,
-    slots: int,
-    capacity: int,
-    squared: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `linear_pack` -> (values, indices, spans), which needs no tiles here."""
+def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, spans), which needs no tiles here."""
+    x, weight, bias, threshold, _, _, capacity, squared = call
     step = max(64, _BLOCK // max(weight.shape[0], 1))
     blocks = []
     for rows in x.split(step) if x.shape[0] > step else (x,):

@@ -3,10 +3,11 @@
 from torch import Tensor
 
 from gossamer.gemm._triton.linear_glu import launch_glu_bwd
+from gossamer.gemm.records import GatedMlpBwd
 
 
-def gated_mlp_bwd_(grad: Tensor, down_weight: Tensor, gate: Tensor, up: Tensor, activation: str) -> Tensor:
-    """Operator `gated_mlp_bwd_` -> what gate and up made, [M, N]; their gradients take their places."""
-    hidden = grad @ down_weight
-    launch_glu_bwd(hidden, gate, up, (gate, up), hidden, activation)
+def gated_mlp_bwd(call: GatedMlpBwd) -> Tensor:
+    """The product of activated gate and up, [M, N]."""
+    hidden = call.grad @ call.down_weight
+    launch_glu_bwd(hidden, call.gate, call.up, (call.gate, call.up), hidden, call.activation)
     return hidden

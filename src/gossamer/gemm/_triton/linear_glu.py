@@ -9,8 +9,6 @@ a tile of the gate and the same tile of up, in two accumulators that meet in reg
 A backward pass that kept nothing computes gate and up again; one that kept the two reads them (`_glu_bwd_kernel`).
 """
 
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -18,6 +16,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import FEW, choose_path
+from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -150,44 +149,26 @@ def row_tile(k: int, element_size: int) -> launch.Tile:
     return launch.Tile({"BLOCK_K": (128 * warps if warps > 1 else 64) * vector, "VEC": vector}, warps)
 
 
-class Operands(NamedTuple):
-    """x [M, K], weights [N, K] and biases [N] of one call."""
-
-    x: Tensor
-    gate_weight: Tensor
-    up_weight: Tensor
-    gate_bias: Tensor | None
-    up_bias: Tensor | None
-
-
-def linear_glu(
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-    keep: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `linear_glu` -> (out, gate, up), [M, N] or, without `keep`, the latter two [0, N]."""
+def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
+    """(out, gate, up), [M, N] or, without `keep`, the latter two [0, N]."""
+    x, gate_weight, up_weight, *_, keep = call
     m, n = x.shape[0], gate_weight.shape[0] // (2 if up_weight is None else 1)
-    given = (x, gate_weight, up_weight, gate_bias, up_bias)
     out = x.new_empty(m, n)
     kept = (torch.empty_like(out), torch.empty_like(out)) if keep else (x.new_empty(0, n), x.new_empty(0, n))
     if m and n:
         if m <= FEW and not keep and not launch.INTERPRET:
-            _launch_few_rows(given, activation, out)
+            _launch_few_rows(call, out)
         else:
-            _launch_linear_glu(_operands(*given), activation, None, out, kept if keep else None)
+            _launch_linear_glu(_split(call), None, out, kept if keep else None)
     return out, *kept
 
 
 _plans = launch.Plans()
 
 
-def _launch_few_rows(given: tuple[Any, ...], activation: str, out: Tensor) -> None:
+def _launch_few_rows(call: LinearGlu, out: Tensor) -> None:
     """Fills out. Host time is most of a step of decoding: what follows from shapes is done once and kept as a plan."""
-    x, gate_weight, up_weight, gate_bias, up_bias = given
+    x, gate_weight, up_weight, gate_bias, up_bias, activation, _ = call
     index = x.get_device()
     key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
     key += (None if up_weight is None else up_weight.stride(),)
@@ -201,68 +182,61 @@ def _launch_few_rows(given: tuple[Any, ...], activation: str, out: Tensor) -> No
     if plan is not None:
         plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
         return
-    _plans.keep(key, x.device, _launch_linear_glu(_operands(*given), activation, None, out, None))
+    _plans.keep(key, x.device, _launch_linear_glu(_split(call), None, out, None))
 
 
-def linear_glu_bwd(
-    grad: Tensor,
-    x: Tensor,
-    gate_weight: Tensor,
-    up_weight: Tensor | None,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    activation: str,
-) -> tuple[Tensor, Tensor]:
-    """Operator `linear_glu_bwd` -> gradients of gate and up, [M, N]."""
-    out = x.new_empty(grad.shape), x.new_empty(grad.shape)
-    if grad.numel():
-        operands = _operands(x, gate_weight, up_weight, gate_bias, up_bias)
-        _launch_linear_glu(operands, activation, grad, None, out)
+def linear_glu_bwd(call: LinearGluBwd) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, [M, N]; both are computed again."""
+    out = call.x.new_empty(call.grad.shape), call.x.new_empty(call.grad.shape)
+    if call.grad.numel():
+        _launch_linear_glu(_split(LinearGlu(*call[1:], True)), call.grad, None, out)
     return out
 
 
-def glu_bwd(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[Tensor, Tensor]:
-    """Operator `glu_bwd` -> gradients of gate and up, [M, N]."""
+def glu_bwd(call: GluBwd) -> tuple[Tensor, Tensor]:
+    """Gradients of gate and up, [M, N]."""
+    grad, gate, up, activation = call
     out = gate.new_empty(gate.shape), up.new_empty(up.shape)
     launch_glu_bwd(grad, gate, up, out, None, activation)
     return out
 
 
-def _operands(
-    x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
-) -> Operands:
-    if up_weight is None:
-        gate_weight, up_weight = gate_weight.chunk(2, 0)
-    return Operands(x, gate_weight, up_weight, gate_bias, up_bias)
+def _split(call: LinearGlu) -> LinearGlu:
+    """The call with two weights."""
+    if call.up_weight is not None:
+        return call
+    gate_weight, up_weight = call.gate_weight.chunk(2, 0)
+    return call._replace(gate_weight=gate_weight, up_weight=up_weight)
 
 
 def _launch_linear_glu(
-    operands: Operands, activation: str, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
+    call: LinearGlu, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> launch.Bound | None:
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is that of few rows, and what it points to is aligned."""
-    path = choose_path(operands.x, operands.gate_weight, operands.up_weight, out is not None and gates is None)
+    path = choose_path(call)
     if path == "row":
         assert out is not None
-        return _launch_row(operands, activation, out)
+        return _launch_row(call, out)
     if path == "tiles":
         assert out is not None
-        return _launch_tiles(operands, activation, out)
+        return _launch_tiles(call, out)
     if path == "hopper":
         from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
-        launch_linear_glu(*operands, activation, grad, out, gates)
+        launch_linear_glu(call, grad, out, gates)
     else:
-        _launch_separate(operands, activation, grad, out, gates)
+        _launch_separate(call, grad, out, gates)
     return None
 
 
-def _launch_row(operands: Operands, activation: str, out: Tensor) -> launch.Bound | None:
-    x, gate_weight, up_weight, *_ = operands
+def _launch_row(call: LinearGlu, out: Tensor) -> launch.Bound | None:
+    x, gate_weight, up_weight, *_, activation, _ = call
+    assert up_weight is not None
     k, n = x.shape[1], gate_weight.shape[0]
     tile = row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
-    args = (*operands, out, *strides, k)
+    args = (*call[:5], out, *strides, k)
     return _linear_glu_row_kernel((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
 
 
@@ -274,20 +248,22 @@ def tile_of(m: int, device: torch.device) -> launch.Tile:
     return launch.Tile({"BLOCK_M": 32 if m <= 32 else 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4, 4 if hopper else 3)
 
 
-def _launch_tiles(operands: Operands, activation: str, out: Tensor) -> launch.Bound | None:
-    x, gate_weight, up_weight, *_ = operands
+def _launch_tiles(call: LinearGlu, out: Tensor) -> launch.Bound | None:
+    x, gate_weight, up_weight, *_, activation, _ = call
+    assert up_weight is not None
     (m, k), n, tile = x.shape, gate_weight.shape[0], tile_of(x.shape[0], x.device)
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
     meta = {**tile.sizes, "UPCAST": launch.INTERPRET, "ACTIVATION": activation}
     grid = (launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
-    return _linear_glu_few_kernel(grid, (*operands, out, *strides, m, n, k), meta, head=6, **tile.options)
+    return _linear_glu_few_kernel(grid, (*call[:5], out, *strides, m, n, k), meta, head=6, **tile.options)
 
 
 def _launch_separate(
-    operands: Operands, activation: str, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
+    call: LinearGlu, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> None:
     """Gate and up by cuBLAS, then what they come to."""
-    x, gate_weight, up_weight, gate_bias, up_bias = operands
+    x, gate_weight, up_weight, gate_bias, up_bias, activation, _ = call
+    assert up_weight is not None
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
     least = max(1024, BYTES // (2 * n * x.element_size()), launch.cdiv(m, 16))

@@ -12,24 +12,17 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.gemm.linear_pack_path import choose_path, packs
+from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._triton.twell import gather_tiles, launch_pack_twell
 from gossamer.rowsparse.formats import empty_twell
 
 
-def linear_pack(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    tile: int,
-    slots: int,
-    capacity: int,
-    squared: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `linear_pack`."""
+def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, spans)."""
+    x, weight, bias, threshold, tile, slots, capacity, squared = call
     tiles = empty_twell(x, x.shape[0], weight.shape[0], tile, slots)
     if tiles[2].numel():
-        if choose_path(x, weight, tile, slots) == "blocks":
+        if choose_path(call) == "blocks":
             by_library(x, weight, bias, threshold, tile, tiles)
         else:
             from gossamer.gemm._gluon import linear_pack as hopper

@@ -1,9 +1,9 @@
 """SAELens autoencoders on sparse operators, for code that goes on using them as it did.
 
-`patch` binds methods to one instance; parameters, state dict, hooks and class stay what they are. `decode` multiplies
-only what fired. `forward` and `training_forward_pass` hand packed latents from `encode` to `decode`, unless somebody
-listens to the latents (a hook, a cache) or so many fire that dense products are faster: then they are dense, as SAELens
-makes them. `encode` called by itself returns a dense tensor.
+`patch` binds methods to one instance; parameters, state dict, hooks and class stay as they are. `decode` multiplies the
+latents that fired alone. `forward` and `training_forward_pass` hand packed latents from `encode` to `decode`, unless
+somebody listens to the latents (a hook, a cache) or so many fire that dense products are faster: then they are dense
+ones of SAELens. `encode` called by itself returns a dense tensor.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` did.
+    """The changes of `patch`.
 
     Args:
         accelerated: method -> how it computes now.
@@ -91,13 +91,13 @@ class Report:
 
 
 def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
-    """Replaces what an SAE of SAELens computes with, for inference or in training; `unpatch` undoes it.
+    """Replaces the methods by which an SAE of SAELens computes, for inference or in training; `unpatch` undoes it.
 
     Args:
         sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, or a TopK, BatchTopK or JumpReLU SAE
-            for training, of any float dtype and device. What another architecture does its own way is left, and the
-            report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer work
-            as before.
+            for training, of any float dtype and device. Methods that another architecture has of its own are left, and
+            the report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer
+            work as before.
         check: `[..., d_in]` activations to run before and after, without the error term, or None.
 
     Returns:
@@ -163,7 +163,7 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
 
 
 def _why_not_finite(sae: SAE[Any]) -> str:
-    """What SAELens's own output is NaN or infinite by."""
+    """The cause of NaN or infinity in SAELens's own output."""
     broken = [name for name, parameter in sae.named_parameters() if not bool(parameter.isfinite().all())]
     if broken:
         return f"SAELens's own output on check is NaN or infinite, for sae.{broken[0]} is. Load the SAE anew."
@@ -179,7 +179,7 @@ def unpatch(sae: SAE[Any]) -> None:
     """Undoes `patch`; an SAE that is not patched stays as it is, with a warning.
 
     Args:
-        sae: what was patched.
+        sae: the SAE that was patched.
 
     Raises:
         TypeError: sae is no SAE of SAELens.
@@ -361,7 +361,7 @@ def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _way(self: Any, x: Tensor) -> str:
-    """How the encode that begins goes: that of a pass, in which nobody listens to what it makes, as is faster."""
+    """The path of the encode that begins: the faster one within a pass whose latents nobody listens to."""
     state = self._gossamer
     if not state.is_turn_of("encode"):
         return "theirs"
@@ -385,7 +385,7 @@ def _expected(self: Any) -> int | None:
 
 
 def _packed(self: Any, x: Tensor) -> Tensor:
-    """What `forward` decodes, as a dense tensor, without what `process_sae_in` leaves for a `decode`."""
+    """The latents that `forward` decodes, as a dense tensor, without the state that `process_sae_in` leaves."""
     with self._gossamer.running(1):
         latents = self.encode(x)
     if isinstance(latents, Latents):
@@ -428,52 +428,22 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
         # Packed latents have never been scaled.
         feature_acts = feature_acts.rows if feature_acts.packed else feature_acts.dense()
     if isinstance(feature_acts, Tensor):
-        if feature_acts.is_sparse or self._gossamer.way == "dense":
+        # Somebody else may hold latents that need a gradient, and ask for that of every latent, as an attribution does.
+        held = feature_acts.requires_grad and torch.is_grad_enabled()
+        if feature_acts.is_sparse or self._gossamer.way == "dense" or held:
             out: Tensor = type(self).decode(self, feature_acts)
             self._gossamer.is_turn_of("decode")
             return out
         if _rescales(self):
             feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
-    out = _product(feature_acts, self.W_dec, self.b_dec)
+    if autocast.enabled(self.W_dec.device):
+        # As SAELens: a product in the autocast dtype, and a sum in that of the bias.
+        out = operators.decode(feature_acts, self.W_dec) + self.b_dec
+    else:
+        out = operators.decode(feature_acts, self.W_dec, self.b_dec)
     out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
     self._gossamer.is_turn_of("decode")
     return out
-
-
-def _product(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
-    if autocast.enabled(W_dec.device):
-        # As SAELens: a product in the autocast dtype, and a sum in that of the bias.
-        return _product_alone(acts, W_dec, None) + b_dec
-    return _product_alone(acts, W_dec, b_dec)
-
-
-def _product_alone(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
-    if isinstance(acts, Tensor) and acts.requires_grad and torch.is_grad_enabled():
-        return _WithDenseGradient.apply(acts, W_dec, b_dec)
-    return operators.decode(acts, W_dec, b_dec)
-
-
-class _WithDenseGradient(torch.autograd.Function):
-    """`sae.decode` of latents that somebody else may hold, too: their gradient is dense, as attributions need it."""
-
-    @staticmethod
-    def forward(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
-        return operators.decode(acts, W_dec, b_dec)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-        acts, W_dec, b_dec = inputs
-        ctx.save_for_backward(acts, W_dec)
-        ctx.bias_dtype = None if b_dec is None else b_dec.dtype
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        acts, W_dec = ctx.saved_tensors
-        flat, rows = grad.reshape(-1, grad.shape[-1]), acts.reshape(-1, acts.shape[-1])
-        need_acts, need_weight, need_bias = ctx.needs_input_grad
-        grad_acts = (grad @ W_dec.to(grad.dtype).t()).to(acts.dtype) if need_acts else None
-        grad_weight = (rows.to(grad.dtype).t() @ flat).to(W_dec.dtype) if need_weight else None
-        return grad_acts, grad_weight, flat.sum(0).to(ctx.bias_dtype) if need_bias else None
 
 
 def _finish(self: Any, out: Tensor) -> Tensor:
@@ -527,13 +497,13 @@ def _check_activations(operator: str, sae: SAE[Any], check: Tensor) -> None:
 
 @contextmanager
 def _without_error_term(sae: SAE[Any]) -> Iterator[None]:
-    """An output without what would make any reconstruction right."""
+    """An output without the error term, which would make any reconstruction right."""
     before, sae.use_error_term = sae.use_error_term, False
     try:
         yield
     finally:
         with warnings.catch_warnings():
-            # That setting it is deprecated has been said to who did.
+            # The user who set it has seen the warning that setting it is deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             sae.use_error_term = before
 

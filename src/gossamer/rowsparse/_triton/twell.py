@@ -80,7 +80,7 @@ def _gather_tiles_kernel(
         most = tl.maximum(most, tl.max(counts, axis=0))
     over = (most > slots) | (total > capacity)
     tl.store(spans_ptr + row, tl.where(over, M, row) * capacity)
-    tl.store(spans_ptr + M + row, total.to(tl.int64))
+    tl.store(spans_ptr + M + row, total)
     if over:
         total = 0
     else:

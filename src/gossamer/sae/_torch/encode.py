@@ -72,7 +72,7 @@ def encode(
         if (
             keep_source
             and 2 * np.count_nonzero(kept.numpy()) > m * capacity  # type: ignore[operator]
-            and bool((count(kept, 1) > capacity).any())
+            and bool((count(kept, 1) > capacity).any())  # type: ignore[operator]
         ):
             return _overflowing(pre, kept, limit, bandwidth, capacity)  # type: ignore[arg-type]
         positions = nonzero_positions(kept)
@@ -93,7 +93,7 @@ def encode(
         pad = torch.nn.functional.pad
         return pad(values, (0, padding)), pad(indices, (0, padding), value=-1), spans, source, l0
     if keep_source:
-        flagged = counts > capacity
+        flagged = counts > capacity  # type: ignore[operator]
         if bool(flagged.any()):
             held = flagged.repeat_interleave(counts)
             source[flagged] = 0

@@ -1,0 +1,83 @@
+"""The arguments of the room's operators: each operator is one record (`_core/operator.py`).
+
+In all of them x is `[M, K]`, gate_weight and up_weight `[N, K]`, down_weight `[D, N]`, gate_bias, threshold and up_bias
+`[N]` and down_bias `[D]`. A plain block has no up_weight, and its activation follows gate_weight.
+"""
+
+from typing import NamedTuple
+
+from torch import Tensor
+
+from gossamer._core.operator import Strided
+
+
+class SparseFfn(NamedTuple):
+    """squared: of the activation. step: of how many groups of rows one is counted, or 0."""
+
+    x: Strided
+    gate_weight: Strided
+    gate_bias: Tensor | None
+    threshold: Tensor | None
+    up_weight: Strided | None
+    up_bias: Tensor | None
+    down_weight: Strided
+    down_bias: Tensor | None
+    squared: bool
+    united: bool
+    step: int
+
+
+class SparseTraining(NamedTuple):
+    """Rows with more than `limit` entries, or more than `slots` among 256 columns, and rows that no longer fit into
+    `room` entries, stand in no list: they go through dense tiles. K, N, D and M are at least 1, `room` a multiple of
+    16."""
+
+    x: Tensor
+    gate_weight: Tensor
+    gate_bias: Tensor | None
+    threshold: Tensor | None
+    up_weight: Tensor | None
+    up_bias: Tensor | None
+    down_weight: Strided
+    down_bias: Tensor | None
+    squared: bool
+    limit: int
+    room: int
+    slots: int
+
+
+class Trained(NamedTuple):
+    """out `[M, D]`; l1: the sum of |hidden activations| over M, float32; nnz: entries of each row, int32 `[M]`, and
+    fired: of each neuron, `[N]`. Of the lists of entries: values before they are squared `[room]`, columns `[room]`,
+    offsets of rows int32 `[M + 1]`. heavy: how many rows stand in no list, and which, int32 `[1 + M]`. up_values: the
+    up projection at the entries, `[room]` or `[0]`."""
+
+    out: Tensor
+    l1: Tensor
+    nnz: Tensor
+    fired: Tensor
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    heavy: Tensor
+    up_values: Tensor
+
+
+class SparseTrainingBwd(NamedTuple):
+    """The gradients of `Trained`'s out and l1, `[1]`; operands of `SparseTraining`, and its lists."""
+
+    grad: Tensor
+    penalty: Tensor | None
+    x: Tensor
+    gate_weight: Tensor
+    gate_bias: Tensor | None
+    threshold: Tensor | None
+    up_weight: Tensor | None
+    up_bias: Tensor | None
+    down_weight: Strided
+    values: Tensor
+    columns: Tensor
+    offsets: Tensor
+    heavy: Tensor
+    up_values: Tensor
+    squared: bool
