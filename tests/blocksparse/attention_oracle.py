@@ -97,7 +97,7 @@ def check(
 
     out, lse = attention(
         *leaves[:3], layout, mask=mask, bias=bias, relative=with_tables(leaves[3:]), causal=causal,
-        valid_lengths=lengths, scale=scale, return_lse=True,
+        lengths=lengths, scale=scale, return_lse=True,
     )  # fmt: skip
     met = present.any(-1)
     towards = torch.linspace(-1, 1, lse.numel(), device=q.device, dtype=lse.dtype).view_as(lse)

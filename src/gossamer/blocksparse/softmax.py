@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import refuse_second, register, undispatched
+from gossamer._core.operator import register
 from gossamer.blocksparse._torch import softmax as _cpu
+from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
 
 _NAME = "blocksparse.softmax"
@@ -45,13 +46,9 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
     layout = x.layout
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}.")
-    if mask is not None:
-        mask = _mask(x, mask)
-    out = undispatched(_softmax, x.values)(
-        x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.elements,
-        *layout.size, float(scale),
-    )  # fmt: skip
-    return replace(x, values=out)
+    given = None if mask is None else _mask(x, mask)
+    call = BlocksparseSoftmax(x.values, given, layout.buffer, layout.form, float(scale))
+    return replace(x, values=_softmax(call))
 
 
 def _mask(x: BlockSparseTensor, mask: Tensor) -> Tensor:
@@ -74,31 +71,33 @@ def _mask(x: BlockSparseTensor, mask: Tensor) -> Tensor:
     return mask.reshape(math.prod(mask.shape[:-2]), *own[-2:])
 
 
-def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(output, inputs[2], inputs[3])
-    ctx.columns, ctx.scale = inputs[7], inputs[8]
+def _backward(call: BlocksparseSoftmax, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    (out,) = kept
+    return {"values": _softmax_bwd(BlocksparseSoftmaxBwd(grads[0], out, call.layout, call.form, call.scale))}
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_second(_NAME)
-    out, row_offsets, row_indices = ctx.saved_tensors
-    call = undispatched(_softmax_bwd, grad, out)
-    return call(grad, out, row_offsets, row_indices, ctx.columns, ctx.scale), *[None] * 8
-
-
-_softmax = register(
-    "blocksparse_softmax(Tensor values, Tensor? mask, Tensor row_offsets, Tensor row_indices, Tensor col_indices, "
-    "Tensor? elements, SymInt m, SymInt n, float scale) -> Tensor",
+@register(
+    BlocksparseSoftmax,
     cpu=_cpu.softmax,
-    strided=("mask",),
-    fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),
-    setup_context=_context,
+    fake=lambda call: torch.empty_like(call.values, memory_format=torch.contiguous_format),
     backward=_backward,
-)
-_softmax_bwd = register(
-    "blocksparse_softmax_bwd(Tensor grad, Tensor out, Tensor row_offsets, Tensor row_indices, SymInt n, float scale) "
-    "-> Tensor",
-    cpu=_cpu.softmax_bwd,
-    fake=lambda grad, out, *rest: torch.empty_like(out, memory_format=torch.contiguous_format),
+    saved=("layout",),
+    keep=lambda call, out: (out,),
     once_differentiable=_NAME,
 )
+def _softmax() -> Any:
+    from gossamer.blocksparse._triton.softmax import softmax
+
+    return softmax
+
+
+@register(
+    BlocksparseSoftmaxBwd,
+    cpu=_cpu.softmax_bwd,
+    fake=lambda call: torch.empty_like(call.out, memory_format=torch.contiguous_format),
+    once_differentiable=_NAME,
+)
+def _softmax_bwd() -> Any:
+    from gossamer.blocksparse._triton.softmax import softmax_bwd
+
+    return softmax_bwd

@@ -74,7 +74,7 @@ class Report:
         for name, found in self.layers.items():
             row: dict[str, Any] = {"layer": name, "neurons": found.num_neurons, "tokens": found.tokens}
             row |= {"mean": found.mean, "p99": found.quantile(0.99), "max": found.max}
-            row |= {"union of 32": found.mean_union, "dead": found.dead}
+            row["dead"] = found.dead
             if name in self.measured:
                 times = self.measured[name]
                 sparse, dense = (median(seconds) for seconds in zip(*times.pairs))

@@ -2,7 +2,7 @@
 
 `patch_attention` replaces each `self_attn` that it knows by a `GatedSparseAttention` over the same projections, and an
 indexer of its own, which has to be trained: first beside dense attention, then beside the sparse one. The indexer's
-keys travel in the model's own cache, as further heads of keys, so that whatever handles that cache handles them.
+keys travel in the model's own cache, as further heads of keys, so that code for that cache handles them too.
 """
 
 from __future__ import annotations
@@ -95,8 +95,9 @@ def patch_attention(
             is left.
         k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`. Each layer that selects
             has a rule of its own; adaptive="variance" asks for `calibrate(model, ids)` once the indexers are trained.
-        gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice what
-            they were, so that the model computes what it did. Without gates weights are shared with what was there.
+        gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice
+            their weights, so that the model computes the same. Without gates the layers share their weights with the
+            former ones.
         share: how many of the replaced layers in a row use the selection of the first of them, or which:
             `[[0, 1, 2], [3, 4]]` names two groups of layers, and every other layer selects for itself. Only the first
             layer of a group has an indexer, which learns from the attention of all of them.
@@ -209,13 +210,13 @@ def indexer_loss(model: nn.Module) -> Tensor:
 def calibrate(model: nn.Module, *args: Any, share: float = 1.0, **kwargs: Any) -> None:
     """Calls a patched model, and takes from the call each layer's usual variance of scores, for adaptive="variance".
 
-    The call is without gradients and without a cache. Each layer selects with what it has just found. It costs what
-    scoring costs, in plain PyTorch, and waits for the device.
+    The call is without gradients and without a cache. Each layer selects with the variance that it has just found. The
+    call costs a scoring in plain PyTorch, and waits for the device.
 
     Args:
         model: a model that `patch_attention(model, adaptive="variance")` has patched.
         args, kwargs: as the model takes them: ids, an attention mask.
-        share: above 0 and up to 1, how far what a layer knows moves to what it finds, as in
+        share: above 0 and up to 1, how far the variance of a layer moves to the one that it finds, as in
             `nn.GatedSparseAttention.calibrate`.
 
     Raises:
@@ -225,7 +226,7 @@ def calibrate(model: nn.Module, *args: Any, share: float = 1.0, **kwargs: Any) -
 
     >>> calibrate(model, ids)  # doctest: +SKIP
     """
-    checks.number(_CALIBRATE, "share", share, "1.0 forgets what was stored.")
+    checks.number(_CALIBRATE, "share", share, "1.0 forgets the stored variance.")
     found = _patched(_CALIBRATE, model).values()
     rules = [module for module in found if module.adaptive_k is not None and module.adaptive_k.rule == "variance"]
     if not rules:
@@ -257,7 +258,7 @@ class SparseSelfAttention(GatedSparseAttention):
         selects: whether it has an indexer, or uses the selection of the first layer of its group.
         learns: whether a forward pass computes the indexer's loss.
         loss: that of the last forward pass, or None.
-        calibrates: None, or by how much a forward pass moves what the adaptive rule knows.
+        calibrates: None, or how far a forward pass moves the variance of the adaptive rule.
     """
 
     replaces: nn.Module
@@ -291,10 +292,10 @@ class SparseSelfAttention(GatedSparseAttention):
         for part in (self.indexer, self.value_gate, self.output_gate):
             if part is not None:
                 part.to_empty(device=weight.device)
-        # Made anew where it is to be: what it knows is no weight that `_reset` could fill in.
+        # Made anew on its device: `_reset` fills in weights, and the rule's state is none.
         self.set_adaptive(options.get("adaptive"), weight.device)
         if not self.selects and self.adaptive_k is not None:
-            # The fewest keys say what is short. Nothing else is asked of it.
+            # Its fewest keys decide which sequences are short. Nothing else is asked of it.
             self.adaptive_k = AdaptiveRule("entropy", *(getattr(self.adaptive_k, f"k_{x}") for x in _BOUNDS))
         self._reset()
         self.layer_idx, self.config = module.layer_idx, module.config
@@ -344,7 +345,7 @@ class SparseSelfAttention(GatedSparseAttention):
         given: Any = position_embeddings
         q, k, v, gate, _ = self.project(x, given, indexer=False)
         whole = cache is None and self.selects_all(x.shape[1])
-        # What trains an indexer is not to change what it reads.
+        # The indexer's loss must not change the indexer's input.
         wanted = self.learns or not whole or self.calibrates is not None
         index = self.index(x.detach()) if self.selects and wanted else None
         lengths = None
@@ -424,7 +425,7 @@ class SparseSelfAttention(GatedSparseAttention):
 
 
 class _Runs:
-    """Padded sequences moved to the front, for which `lengths` says what there is: made of an attention mask.
+    """Padded sequences moved to the front, with their `lengths`: made of an attention mask.
 
     A mask must let each query see the tokens up to its own, of one run of tokens in each sequence, which padding
     stands before or behind. Another one raises on the CPU; on a GPU, where looking would make the host wait, and in a
@@ -493,11 +494,11 @@ def register_selection(name: str = "gossamer_selection") -> str:
 
     After `model.set_attn_implementation(name)` each layer's own attention, with its projections, embeddings and cache,
     computes over the keys of the `attention.Selection` that the call is given: these, and nothing else, whether the
-    model is causal or not. It says what is visible, so padding, windows, and for a causal model that no key stands
-    behind its query, have to be part of it; attention masks are not made.
+    model is causal or not. It says which keys are visible, so padding, windows, and for a causal model that no key
+    stands behind its query, have to be part of it; attention masks are not made.
 
     Args:
-        name: what to call it.
+        name: of the selection.
 
     Returns:
         The name.
@@ -540,7 +541,7 @@ def _attend_to_selection(
         raise NotImplementedError(
             f"{operator}: {what} is not implemented. Use attention_dropout=0, and leave masked keys out of selection."
         )
-    # The selection says what is visible: a query may take keys behind it, of a prefix or in an encoder.
+    # The selection says which keys are visible: a query may take keys behind it, of a prefix or in an encoder.
     out = attention.sparse_attention(query, key, value, selection, scale=scaling, causal=False)
     return out.transpose(1, 2), None
 
