@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from gossamer.ffn.tracker import BlockTracker
 
 operator.PATHS["ffn.gated, ffn.plain"] = {
-    **PATHS,
+    **{str(path): condition for path, condition in PATHS.items()},
     "training/lists": "gradients, and a density that is known and at which lists take less time than dense products: "
     "both passes on lists of entries",
     "training/dense": "gradients otherwise: `gemm.gated_mlp`, or plain PyTorch for a block without a gate or with a "
