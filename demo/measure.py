@@ -110,7 +110,6 @@ def sparse_feed_forward(model: ByteModel, tokens: Tensor, *, seconds: float) -> 
                 "mean": layer.mean,
                 "p99": layer.quantile(0.99),
                 "max": layer.max,
-                "union": layer.mean_union,
                 "dead": layer.dead,
                 "way": mlp.last_path,
             }

@@ -32,8 +32,8 @@ from demo.text import Corpus, load_corpus
 from demo.train import Clock, Show, train_model, train_sae
 from gossamer import nn
 from gossamer._core import files
+from gossamer._core.files import make_folder
 from gossamer.cli import environment
-from gossamer.cli.folder import make_folder
 from gossamer.extract import Extraction, extract
 from gossamer.integrations.transformers import Activations
 
@@ -91,7 +91,7 @@ def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
     """
     device = environment.resolve_device(settings.device, "demo")
     corpus = load_corpus(settings.text, seed=settings.seed, min_bytes=8 * (settings.model.context + 1))
-    make_folder(settings.out, "demo")
+    make_folder("demo", "--out", settings.out)
     for folder in (settings.out / SAE, settings.out / LATENTS):
         if os.path.lexists(folder) and not (folder / _MARK).is_file():
             raise ValueError(

@@ -33,7 +33,7 @@ hypothesis.settings.register_profile(
     "gossamer",
     deadline=None,
     derandomize=True,
-    max_examples={"interpreter": 12, "cpu": 60, "gpu": 60}[MODE],
+    max_examples={"interpreter": 6, "cpu": 60, "gpu": 60}[MODE],
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("gossamer")

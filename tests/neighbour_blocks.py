@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer import blocksparse, rowsparse
+from tests.blocksparse.blocks import repeat_interleave
 from tests.neighbour_attention import attend, head_sizes, lengths_of, visible
 from tests.neighbours import Case, Results, Scenario
 
@@ -44,7 +45,7 @@ def block_products(case: Case) -> Scenario:
             lambda: x.to_dense(),
             lambda: blocksparse.matmul(x, right),
             lambda: blocksparse.matmul(left, x),
-            lambda: blocksparse.transpose(x).to_dense(),
+            lambda: x.mT.to_dense(),
             lambda: blocksparse.matmul(x, blocksparse.from_dense(other, layout), transpose_b=True).to_dense(),
             lambda: x.sum(),
             lambda: (x + row).to_dense(),
@@ -100,16 +101,16 @@ def block_moves(case: Case) -> Scenario:
         elif what == "scatter":
             out = [blocksparse.scatter(x, dim, i, y)]
         elif what == "reduce":
-            out = [blocksparse.scatter_reduce(x, dim, i, y, reduce, include_self=include)]
+            out = [blocksparse.scatter(x, dim, i, y, reduce, include_self=include)]
         elif what == "split":
             out = blocksparse.split(x, [cut, shape[dim] - cut], dim)
         elif what == "repeat":
             sizes = [times if i == dim else 1 for i in range(3)]
-            out = [blocksparse.repeat(x, sizes), blocksparse.repeat_interleave(x, times, dim)]
+            out = [blocksparse.repeat(x, sizes), repeat_interleave(x, times, dim)]
         elif what == "cat":
             out = [blocksparse.cat([x, y], dim)]
         else:
-            out = [blocksparse.adapt_layout(x, layout.adapt(block))]
+            out = [blocksparse.adapt(x, blocksparse.adapt(layout, block))]
         return [tensor.to_dense() for tensor in out]
 
     def reference(values: Tensor, source: Tensor, index: Tensor) -> Results:
@@ -161,7 +162,7 @@ def block_attention(case: Case) -> Scenario:
     case.maybe("bias", h, tq, tk)
 
     def call(q: Tensor, k: Tensor, v: Tensor, bias: Any, lengths: Any) -> Results:
-        options: dict[str, Any] = {"bias": bias, "causal": causal, "valid_lengths": lengths, "return_lse": True}
+        options: dict[str, Any] = {"bias": bias, "causal": causal, "lengths": lengths, "return_lse": True}
         return list(blocksparse.attention(q, k, v, layout, **options))
 
     def reference(q: Tensor, k: Tensor, v: Tensor, bias: Any, lengths: Any) -> Results:

@@ -20,6 +20,7 @@ from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
+from tests.blocksparse.blocks import repeat_interleave
 from tests.recorded import Recorder, registered
 
 Draw = Callable[..., Tensor]
@@ -106,10 +107,10 @@ def _ffn(draw: Draw, m: int, n: int, d: int) -> Results:
     x, gate, up, down = (t.detach() for t in (draw(m, d), draw(n, d), draw(n, d), draw(7, n)))
     if (m, n, d) == NO_ENTRY:
         x = torch.zeros_like(x)
-    for method in ("auto", "gather", "union", "dense"):
+    for method in ("auto", "gather", "dense"):
         yield ffn.gated(x, gate, up, down, method=method)
         yield ffn.plain(x, up, down, method=method)
-    yield from sparse_ffn(SparseFfn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1))
+    yield from sparse_ffn(SparseFfn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, True))
     weights = [t.requires_grad_() for t in (gate, up, down)]
     for out, activity in (
         ffn.gated(x, *weights, method="gather", with_activity=True),
@@ -156,14 +157,16 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
         blocksparse.matmul(x, right, transpose_b=True),
         blocksparse.matmul(left, right, square, transpose_b=True),
         blocksparse.matmul(x, y, square, transpose_b=True),
-        blocksparse.transpose(left),
+        left.mT,
         blocksparse.softmax(left),
-        blocksparse.softmax(left, mask=left.values > 0),
+        blocksparse.softmax(left, mask=left > 0),
         blocksparse.repeat(left, (2, 1, 2)),
-        blocksparse.adapt_layout(left, layout.adapt(64)),
-        blocksparse.repeat_interleave(left, 2, -1),
+        blocksparse.adapt(left, blocksparse.adapt(layout, 64)),
+        repeat_interleave(left, 2, -1),
         blocksparse.cat([left, right], -2),
         left + x.new_zeros(b, 16 * rows, 1),
+        left * x.new_zeros(b, 16 * rows, 1),
+        left.square(),
     ]
     yield from (p.to_dense() if isinstance(p, blocksparse.BlockSparseTensor) else p for p in products)
     yield left.sum()
@@ -173,9 +176,9 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
         index = blocksparse.from_dense(torch.zeros(x.shape, dtype=torch.int64, device=x.device), layout)
         moved = [blocksparse.gather(left, dim, index), blocksparse.scatter(left, dim, index, right)]
         for reduce in ("sum", "amax", "prod"):
-            moved.append(blocksparse.scatter_reduce(left, dim, index, right, reduce))
+            moved.append(blocksparse.scatter(left, dim, index, right, reduce))
         if bound:
-            blocksparse.Layout.from_indices(index, dim, bound)
+            blocksparse.layout_of_indices(index, dim, bound)
         yield from (tensor.to_dense() for tensor in moved)
 
 

@@ -1,4 +1,4 @@
-"""`blocksparse.repeat_interleave` at the published sizes (batch 4, n x n, 0 to 75% sparse), other blocks, and joins."""
+"""`blocksparse.repeat(interleave=True)` at the published sizes (batch 4, n x n, 0 to 75% sparse), and joins."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _repeat_interleave(n: int, block: int, sparsity: int, dtype: torch.dtype) ->
         providers=(
             Provider(
                 "gossamer, layout given",
-                lambda x, layout: blocksparse.repeat_interleave(x, REPEATS, 0, layout=layout),
+                lambda x, layout: blocksparse.repeat(x, (REPEATS, 1, 1), interleave=True, layout=layout),
                 ours=True,
                 prepare=with_layout,
                 result=peers.to_dense,
@@ -63,7 +63,7 @@ def _repeat_interleave(n: int, block: int, sparsity: int, dtype: torch.dtype) ->
             ),
             Provider(
                 "gossamer",
-                lambda x: blocksparse.repeat_interleave(x, REPEATS, 0),
+                lambda x: blocksparse.repeat(x, (REPEATS, 1, 1), interleave=True),
                 ours=True,
                 prepare=lambda x, mask: (peers.from_dense(x, mask),),
                 result=peers.to_dense,
@@ -125,22 +125,20 @@ def _cat(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
 def _adapt(n: int, block: int, to: int, sparsity: int, dtype: torch.dtype) -> Case:
     def prepare(x: Tensor, mask: Tensor) -> tuple:
         blocks = peers.from_dense(x, mask)
-        return blocks, blocks.layout.adapt(to)
+        return blocks, blocksparse.adapt(blocks.layout, to)
 
     return Case(
         room="blocksparse",
-        name="adapt_layout",
+        name="adapt",
         parameters={"n": n, "block": block, "to": to, "sparsity": sparsity},
         dtype=dtype,
         make=_make(n, block, sparsity, dtype, 1),
         providers=(
-            Provider(
-                "gossamer", blocksparse.adapt_layout, ours=True, prepare=prepare, result=peers.to_dense, capturable=True
-            ),
+            Provider("gossamer", blocksparse.adapt, ours=True, prepare=prepare, result=peers.to_dense, capturable=True),
             *peers.blksprs(
                 "blksprs",
                 prepare=lambda bs, x, mask: (bs.ops.to_sparse(x, mask, block), mask, block, to),
-                call=lambda bs, *given: bs.ops.adapt_layout(*given),
+                call=lambda bs, *given: bs.ops.adapt(*given),
                 result=lambda bs, out, x, mask: bs.ops.to_dense(*out, to),
             ),
         ),

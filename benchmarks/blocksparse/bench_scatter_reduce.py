@@ -78,7 +78,7 @@ def _scatter(n: int, block: int, sparsity: int, dtype: torch.dtype, dim: int, re
         providers=(
             Provider(
                 "gossamer",
-                lambda full, index, src: blocksparse.scatter_reduce(full, dim, index, src, reduce),
+                lambda full, index, src: blocksparse.scatter(full, dim, index, src, reduce),
                 ours=True,
                 prepare=prepare,
                 result=peers.to_dense,

@@ -36,7 +36,7 @@ def calls(n: int, block: int, dim: int) -> tune.Calls:
     layout, whole = (peers.layout_of(m, n) for m in (mask, torch.ones_like(mask)))
     index = torch.randint(n, (peers.BATCH, n, n), device=tune.DEVICE, generator=generator)
     index, src = (blocksparse.from_dense(x, layout) for x in (index, peers.random_dense(n, mask, DTYPE, generator)))
-    call = lambda: blocksparse.scatter_reduce(whole, dim, index, src, "sum").values  # noqa: E731
+    call = lambda: blocksparse.scatter(whole, dim, index, src, "sum").values  # noqa: E731
     axis = 1 if dim == -2 else 2
     lines: tune.Change = kernels, "choose_path", lambda *_: "lines"
     changed: dict[str, tune.Change] = {str(tile): (kernels, "TILES", kernels.TILES | {axis: tile}) for tile in TILES}

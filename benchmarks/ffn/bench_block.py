@@ -180,9 +180,7 @@ def block_case(
             up = activated(up, activation)
         return (F.linear(up, exact["down_proj.weight"], exact["down_proj.bias"]),)
 
-    ways: tuple[str, ...] = ("gather", "fused") if gated else ("gather",)
-    if M > 16:
-        ways += ("union",)
+    ways = ("gather", "fused") if gated else ("gather",)
     options = {"result": few, "capturable": True}
     ours = Provider("gossamer", pinned("auto"), ours=True, prepare=steady, **options)
     beside = Provider("dense", dense, **options)

@@ -69,13 +69,7 @@ def counted(run: Run, patterns: Path | None) -> list[dict[str, Any]]:
         for hook in hooks:
             hook.remove()
         np.savez_compressed(patterns, **{name: np.concatenate(parts) for name, parts in kept.items()})
-    return [
-        {
-            "mean": s.mean, "quantiles": {str(q): s.quantile(q) for q in QUANTILES}, "dead": s.dead,
-            "mean_union_of_32": s.mean_union,
-        }
-        for s in found
-    ]  # fmt: skip
+    return [{"mean": s.mean, "quantiles": {str(q): s.quantile(q) for q in QUANTILES}, "dead": s.dead} for s in found]
 
 
 def train_one(name: str, corpus: Corpus, folder: Path, given: argparse.Namespace) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, repeat
 
 Block = tuple[int, int]
 
@@ -56,3 +56,10 @@ def dense_index(index: BlockSparseTensor, bound: int) -> Tensor:
     """int64 `[..., M, N]`, with `bound` for what names nothing."""
     dense = index.to_dense(-1).long()
     return torch.where(dense < 0, bound, dense)
+
+
+def repeat_interleave(x: BlockSparseTensor, times: int, dim: int, **options: Any) -> BlockSparseTensor:
+    """Each row, column or matrix of x repeated."""
+    sizes = [1] * len(x.shape)
+    sizes[dim] = times
+    return repeat(x, sizes, interleave=True, **options)

@@ -3,13 +3,15 @@
 import torch
 
 from gossamer import blocksparse
+from tests.blocksparse.blocks import repeat_interleave
 
 
 def calls(device: torch.device) -> None:
     mask = torch.tensor([[[True, False], [True, True]]], device=device)
     layout = blocksparse.Layout.from_mask(mask, (16, 32), size=(20, 40), capacity=4)
     x = torch.randn(1, 20, 40, device=device, requires_grad=True)
-    blocksparse.from_dense(x, layout).to_dense(1.0).sum().backward()
+    blocks = blocksparse.from_dense(x, layout)
+    (blocks.to_dense(1.0).sum() + blocks.square().sum().sum()).backward()
     q, k = (torch.randn(2, 2, t, 8, device=device, requires_grad=True) for t in (20, 40))
     bias = torch.randn(2, 20, 40, device=device, requires_grad=True)
     lengths = torch.tensor([40, 3], device=device)
@@ -17,7 +19,7 @@ def calls(device: torch.device) -> None:
     places = torch.arange(40, device=device)
     relative = blocksparse.Relative(torch.randn(2, 5, 8, device=device, requires_grad=True), places[20:], places)
     added = {"bias": bias, "relative": relative}
-    out, lse = blocksparse.attention(q, k, k, layout, **added, causal=True, valid_lengths=lengths, return_lse=True)
+    out, lse = blocksparse.attention(q, k, k, layout, **added, causal=True, lengths=lengths, return_lse=True)
     (out.sum() + lse.exp().sum()).backward()
     _operators(device)
     _moves(device)
@@ -37,14 +39,14 @@ def _operators(device: torch.device) -> None:
         blocksparse.matmul(x, b, transpose_b=True),
         blocksparse.matmul(a, b, square, transpose_b=True).values,
         blocksparse.matmul(x, y, square, transpose_b=True).values,
-        blocksparse.transpose(a).values,
+        a.mT.values,
         a.sum(),
         a.amax(-2),
         a.amax(),
         (a + torch.ones(32, 1, device=device, requires_grad=True)).values,
     ]
     mask = torch.ones(32, 96, dtype=torch.bool, device=device)
-    results += [blocksparse.softmax(a, mask=given, scale=0.5).values for given in (None, mask, a.values > 0)]
+    results += [blocksparse.softmax(a, mask=given, scale=0.5).values for given in (None, mask, a > 0)]
     torch.cat([result.flatten() for result in results]).sum().backward()
 
 
@@ -61,9 +63,9 @@ def _moves(device: torch.device) -> None:
         outs += [blocksparse.gather(a, dim, index), blocksparse.scatter(a, dim, index, b)]
         for reduce in ("sum", "mean", "amax", "amin", "prod") if dim == 1 else ("sum",):
             for include_self in (True, False):
-                outs.append(blocksparse.scatter_reduce(a, dim, index, b, reduce, include_self=include_self))
-        blocksparse.Layout.from_indices(index, dim, bound)
-        outs += [blocksparse.repeat_interleave(a, 2, dim), blocksparse.cat([a, b], dim), *blocksparse.split(a, 11, dim)]
-    outs += [blocksparse.repeat(a, (2, 1, 2)), blocksparse.adapt_layout(a, layout.adapt(64))]
+                outs.append(blocksparse.scatter(a, dim, index, b, reduce, include_self=include_self))
+        blocksparse.layout_of_indices(index, dim, bound)
+        outs += [repeat_interleave(a, 2, dim), blocksparse.cat([a, b], dim), *blocksparse.split(a, 11, dim)]
+    outs += [blocksparse.repeat(a, (2, 1, 2)), blocksparse.adapt(a, blocksparse.adapt(layout, 64))]
     sum(out.to_dense().sum() for out in outs).backward()
-    blocksparse.adapt_layout(a.detach(), layout.adapt(16))
+    blocksparse.adapt(a.detach(), blocksparse.adapt(layout, 16))

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, adapt_layout, from_dense, softmax
+from gossamer.blocksparse import BlockSparseTensor, Layout, adapt, from_dense, softmax
 from tests.strategies import seeded
 
 
@@ -59,14 +59,14 @@ def test_absent_blocks_stay_absent(pair) -> None:
 def test_layouts_must_be_shared(pair) -> None:
     a, b = pair
     other = replace(b, layout=Layout.from_mask(a.layout.to_dense(), 16, size=(40, 64)))
-    way = r"compared as objects.*union = a\.layout\.union\(b\.layout\), with adapt_layout\(x, union\)"
+    way = r"compared as objects.*union = a\.layout\.union\(b\.layout\), with adapt\(x, union\)"
     with pytest.raises(ValueError, match=rf"__add__: both operands must share one Layout, got .*{way}"):
         a + other
     # The ways out that it names.
     union = a.layout.union(other.layout)
-    here, there = adapt_layout(a, union), adapt_layout(other, union)
+    here, there = adapt(a, union), adapt(other, union)
     assert torch.equal((here + there).to_dense(), a.to_dense() + b.to_dense())
-    assert torch.equal((a + adapt_layout(other, a.layout)).to_dense(), a.to_dense() + b.to_dense())
+    assert torch.equal((a + adapt(other, a.layout)).to_dense(), a.to_dense() + b.to_dense())
     # A copy of the container shares the metadata.
     copied = replace(a.layout)
     assert torch.equal((a + replace(b, layout=copied)).values, a.values + b.values)
@@ -87,7 +87,7 @@ def test_comparisons(pair) -> None:
             assert got.dtype is torch.bool and got.layout is a.layout
             assert torch.equal(got.values, compare(a.values, operand))
     assert torch.equal((one < a).values, a.values > 1)
-    weights = softmax(a, mask=(a > 1).values)
+    weights = softmax(a, mask=a > 1)
     assert torch.equal(weights.to_dense() > 0, (a > 1).to_dense())
     # What is no number compares as objects do, and a tensor is a key.
     assert (a != None) and a != "x" and {a: 1, b: 2}[a] == 1  # noqa: E711

@@ -20,6 +20,7 @@ from gossamer.blocksparse import (
     sliding_window,
 )
 from tests.blocksparse.attention_oracle import check, elements, problem, terms_for
+from tests.blocksparse.blocks import native
 from tests.strategies import seeded
 
 SHAPES = [
@@ -74,6 +75,16 @@ def test_hopper(block, size, heads, d, causal: bool, dtype: torch.dtype, device:
 def test_wide_grid(height: int, width: int, density: float, d: int, dtype: torch.dtype, device: torch.device) -> None:
     given = problem(device, dtype, (2, 1), (height, width), (3 * height - 5, 4 * width - 7), (4, 2), d, density)
     check(*given, causal=d % 3 == 0, lengths=torch.tensor([2 * width + 1, 3 * width], device=device))
+
+
+@pytest.mark.parametrize("block", [(16, 16), native((64, 64))], ids=str)
+def test_more_queries_than_keys(block, dtype: torch.dtype, device: torch.device) -> None:
+    """Query i stands at the position Tk - Tq + i; queries in front of the first key meet none."""
+    given = problem(device, dtype, (2, 1), block, (100, 70), (2, 1), 16, density=0.9)
+    for lengths in ([70, 41], [3, 0]):
+        check(*given, causal=True, lengths=torch.tensor(lengths, device=device))
+    out = attention(*given[:3], given[4], causal=True, lengths=torch.tensor([41, 0], device=device))
+    assert not out[0, :, :30].any() and out[0, :, 70].any() and not out[1].any()
 
 
 def test_lengths_scale_and_room(dtype: torch.dtype, device: torch.device) -> None:
@@ -154,7 +165,17 @@ def test_masks_and_biases_of_blocks(device: torch.device) -> None:
     torch.testing.assert_close(attention(q, k, v, layout, **blocks), wanted)
     torch.testing.assert_close(attention(q, k, v, layout, mask=blocks["mask"], bias=bias), wanted)
     alone = attention(q, k, v, layout, mask=blocks["mask"])
-    assert torch.equal(alone, attention(q, k, v, layout, mask=blocks["mask"].values)) and not torch.equal(alone, wanted)
+    assert not torch.equal(alone, wanted)
+
+
+def test_a_dense_bias_of_the_shape_of_blocks_is_dense(device: torch.device) -> None:
+    """One block, with room for as many as there are heads: [capacity, height, width] is [H, Tq, Tk] as well."""
+    q, k, v = (torch.randn(1, 4, 16, 8, device=device) for _ in range(3))
+    layout = Layout.from_mask(torch.ones(1, 1, dtype=torch.bool, device=device), 16, capacity=4)
+    bias, mask = torch.randn(4, 16, 16, device=device), torch.rand(4, 16, 16, device=device) < 0.7
+    for given in ({"bias": bias}, {"mask": mask}):
+        wide = {name: x[None] for name, x in given.items()}
+        assert torch.equal(attention(q, k, v, layout, **given), attention(q, k, v, layout, **wide))
 
 
 def test_padding_behind_a_length_is_not_read(device: torch.device) -> None:
@@ -162,9 +183,9 @@ def test_padding_behind_a_length_is_not_read(device: torch.device) -> None:
     q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 64), (40, 128), (2, 2), 16, density=1)
     lengths = torch.tensor([70, 3], device=device)
     behind = (torch.arange(128, device=device) >= lengths[:, None])[:, None, :, None]
-    wanted = attention(q, k.masked_fill(behind, 0), v.masked_fill(behind, 0), layout, valid_lengths=lengths)
+    wanted = attention(q, k.masked_fill(behind, 0), v.masked_fill(behind, 0), layout, lengths=lengths)
     leaves = [x.requires_grad_() for x in (q, k.masked_fill(behind, math.nan), v.masked_fill(behind, math.inf))]
-    out = attention(*leaves, layout, valid_lengths=lengths)
+    out = attention(*leaves, layout, lengths=lengths)
     assert torch.equal(out, wanted)
     dq, dk, dv = torch.autograd.grad(out, leaves, grad)
     assert bool(dq.isfinite().all())
@@ -196,7 +217,7 @@ def test_choose_path(change, dtype: torch.dtype, plain: bool, path: str, monkeyp
     for hopper in (True, False):
         monkeypatch.setattr(tuning, "hopper", lambda device, hopper=hopper: hopper)
         wanted = path if hopper or path == "split" else "tiles"
-        assert attention_path.choose_path(replace(PROBLEM, **change), dtype, device, plain) == wanted
+        assert attention_path.path_for(replace(PROBLEM, **change), dtype, device, plain) == wanted
 
 
 def test_few_queries_meet_many_keys(dtype: torch.dtype, device: torch.device, scale: int) -> None:
@@ -323,8 +344,8 @@ def test_autocast(device: torch.device) -> None:
             "mask must have the layout that is given as layout",
         ),
         ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
-        ({"valid_lengths": torch.ones(3).int()}, ValueError, r"valid_lengths must have shape \[B\]"),
-        ({"valid_lengths": torch.ones(3)}, TypeError, "valid_lengths must be int32 or int64, got float32"),
+        ({"lengths": torch.ones(3).int()}, ValueError, r"lengths must have shape \[B\]"),
+        ({"lengths": torch.ones(3)}, TypeError, "lengths must be int32 or int64, got float32"),
         (
             {"layout": Layout.from_mask(torch.ones(3, 2, 2).bool(), 16)},
             ValueError,

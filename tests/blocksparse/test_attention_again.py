@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 
 from gossamer.blocksparse import Layout
 from gossamer.blocksparse._gluon import attention, attention_backward, attention_order
+from gossamer.blocksparse._torch.attention import BlocksparseAttention, BlocksparseAttentionBwd
 from gossamer.blocksparse._triton import attention_backward as general
-from gossamer.blocksparse.attention_path import Problem
 
 pytestmark = pytest.mark.native
 
@@ -71,58 +71,59 @@ def told(launch: Launch, names: dict[int, str]) -> Any:
     return grid, [of(x) for x in args]
 
 
-def problem(heads: int, group: int, t: int, causal: bool) -> Problem:
-    return Problem(2, heads, heads // group, t, t, 64, (True, False), (64, 128), causal, 0.125)
-
-
 @pytest.mark.parametrize("causal, sorts", [(False, True), (False, False), (True, True)])
 def test_the_same_launches(launches: list[Launch], causal: bool, sorts: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_order, "ordered", lambda total, *_: 3 if sorts else 0)
-    p = problem(4, 2, 300, causal)
-    layout = Layout.full((2, 1, 5, 3), (64, 128), size=(300, 300))
-    x = layout
-    lists = x.row_offsets, x.col_indices, x.row_indices, x.col_offsets, x.transpose_order, x.positions
+    layout, other = (Layout.full((2, 1, 5, 3), (64, 128), size=(300, 300)) for _ in range(2))
+    settings = layout.form, (1, 0), causal, 0.125
 
     def tensors() -> dict[str, Tensor]:
         made = {name: torch.empty(2, 300, h, 64).bfloat16().transpose(1, 2) for name, h in (("q", 4), ("k", 2))}
         made |= {"v": torch.empty_like(made["k"]), "grad": torch.empty_like(made["q"])}
         return made | {"out": torch.empty_like(made["q"]), "lse": torch.empty(2, 4, 300)}
 
-    def names(given: dict[str, Tensor]) -> dict[int, str]:
+    def names(given: dict[str, Tensor], of: Layout) -> dict[int, str]:
+        lists = of.row_offsets, of.col_indices, of.row_indices, of.col_offsets, of.transpose_order, of.positions
         found = {tensor.data_ptr(): name for name, tensor in given.items()}
         return found | {tensor.data_ptr(): f"list {i}" for i, tensor in enumerate(lists)}
 
     one, two = tensors(), tensors()
-    *results, again = attention.launch_attention_fwd(p, one["q"], one["k"], one["v"], *lists[:2], None, None)
+    qkv = [(t["q"], t["k"], t["v"]) for t in (one, two)]
+    none = None, None, None, None
+    call = BlocksparseAttention(*qkv[0], *none, layout.buffer, *settings)
+    *results, again = attention.launch_attention_fwd(call)
     assert again is not None
-    repeated = again(0, two["q"], two["k"], two["v"], *lists[:2])
+    repeated = again(0, *qkv[1], other.buffer.data_ptr())
     for a, b in zip(results, repeated, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
     stats, bound = general.attention_stats(one["out"], one["grad"], one["lse"], None)
     assert bound is not None
     bound(0, two["out"].data_ptr(), two["grad"].data_ptr(), two["lse"].data_ptr(), None, stats.data_ptr())
-    given = [(t["q"], t["k"], t["v"], t["grad"], stats, lists) for t in (one, two)]
     split = len(launches)
-    *results, again = attention_backward.launch_attention_bwd(p, *given[0], None, None)
+    towards = one["grad"], None, one["out"], one["lse"]
+    back = BlocksparseAttentionBwd(*towards, *qkv[0], *none, layout.buffer, *settings, False, False)
+    *results, again = attention_backward.launch_attention_bwd(back, one["grad"], stats)
     count = len(launches) - split
     assert again is not None and count == (4 if sorts and not causal else 2)
-    repeated = again(0, *given[1])
+    repeated = again(0, *qkv[1], two["grad"], stats, other.buffer)
     for a, b in zip(results, repeated, strict=True):
         assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
     assert len(launches) == 4 + 2 * count
     firsts, seconds = [*launches[0:4:2], *launches[4 : 4 + count]], [*launches[1:4:2], *launches[4 + count :]]
     # The order of the lines is made before each kernel, and named by the kernel it is for.
     for a, b in zip(firsts, seconds, strict=True):
-        assert told(a, names(one)) == told(b, names(two))
+        assert told(a, names(one, layout)) == told(b, names(two, other))
 
 
 def test_copies_are_not_repeated(launches: list[Launch]) -> None:
     """What had to be copied is another tensor in each call, and lengths make copies of keys and values."""
-    p = problem(2, 1, 64, False)
-    x = Layout.full((2, 1, 1, 1), (64, 128), size=(64, 64))
+    layout = Layout.full((2, 1, 1, 1), (64, 128), size=(64, 64))
     q, k, v = (torch.empty(2, 2, 64, 64).bfloat16() for _ in range(3))
     crooked = torch.empty(2, 2, 64, 65).bfloat16()[..., :64]
     lengths = torch.tensor([3, 4], dtype=torch.int32)
     for q_given, given in ((crooked, None), (q, lengths)):
-        *_, again = attention.launch_attention_fwd(p, q_given, k, v, x.row_offsets, x.col_indices, None, given)
+        call = BlocksparseAttention(
+            q_given, k, v, None, None, None, given, layout.buffer, layout.form, (1, 0), False, 0.125
+        )  # fmt: skip
+        *_, again = attention.launch_attention_fwd(call)
         assert again is None

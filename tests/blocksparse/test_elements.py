@@ -73,7 +73,7 @@ def test_patterns(size: tuple[int, int], block: tuple[int, int], name: str, devi
     pad = torch.nn.functional.pad(want, (0, -size[1] % block[1], 0, -size[0] % block[0]), value=True)
     every = pad.unflatten(1, (-1, block[1])).unflatten(0, (-1, block[0])).all(3).all(1)
     cut = layout.to_dense().cpu() & ~every
-    assert layout.cut_room == int(cut.sum()) and (layout.elements is None) == (not cut.any())
+    assert layout.form.cut == int(cut.sum()) and (layout.elements is None) == (not cut.any())
     whole = make(size, block, device=device, elements=False)
     assert whole.elements is None and torch.equal(whole.to_dense(), layout.to_dense())
 

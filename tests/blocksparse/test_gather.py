@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, layout_of_indices
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
 
@@ -112,7 +112,7 @@ def test_layout_of_indices(dim: int, device: torch.device) -> None:
     other = random_layout((2,), (20, 40), (16, 32), device, density=0.4)
     bound = (3, 50, 100)[dim]
     index = random_index(other, bound)
-    layout = Layout.from_indices(index, dim, bound, capacity=40)
+    layout = layout_of_indices(index, dim, bound, capacity=40)
     shape = [2, 20, 40]
     shape[dim] = bound
     assert layout.dense_shape == tuple(shape) and layout.block_size == (16, 32)
@@ -160,7 +160,7 @@ def test_out_of_range_is_nan_on_a_gpu(device: torch.device) -> None:
     assert torch.equal(out.isnan(), (index == 16) | (index == -2))
     whole = gather(from_dense(torch.ones(16, 16, dtype=torch.int32, device=device), layout), 0, blocks).to_dense()
     assert whole[3, 4] == whole[5, 6] == torch.iinfo(torch.int32).min
-    assert Layout.from_indices(blocks, 0, 16).to_dense().all()
+    assert layout_of_indices(blocks, 0, 16).to_dense().all()
 
 
 @pytest.mark.native
@@ -186,7 +186,7 @@ def test_compiles(compiled, device: torch.device) -> None:
     index = random_index(random_layout((2,), (40, 50), (16, 32), device, seed=1), 50)
 
     def call(x: Tensor, index: BlockSparseTensor) -> Tensor:
-        other = Layout.from_indices(index, -1, 50, capacity=layout.capacity)
+        other = layout_of_indices(index, -1, 50, capacity=layout.capacity)
         return gather(from_dense(x, layout), -1, index).to_dense() + other.to_dense().sum()
 
     ours = compiled(call)(x, index)
@@ -206,7 +206,7 @@ def test_compiles(compiled, device: torch.device) -> None:
         (
             {"block": (32, 16)},
             ValueError,
-            "index must have blocks of 16 x 16 like input, got 32 x 16. Use adapt_layout",
+            "index must have blocks of 16 x 16 like input, got 32 x 16. Use blocksparse.adapt",
         ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -49,9 +49,7 @@ def test_whole_boxes(mix, turned, sizes, block, density: float, device: torch.de
 @pytest.mark.parametrize("turned", [(False, True), (True, False)], ids=str)
 @pytest.mark.kernels
 def test_through_dense(mix, turned, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    from gossamer.blocksparse._triton import matmul as kernels
-
-    monkeypatch.setattr(kernels, "choose_path", lambda *_: "dense")
+    monkeypatch.setattr("gossamer.blocksparse.matmul_path.dense_is_faster", lambda *_: True)
     run(mix, turned, (40, 33, 50), (16, 32, 16), dtype, device, lead=(1,), density=0.7)
 
 
@@ -59,9 +57,7 @@ def test_through_dense(mix, turned, dtype: torch.dtype, device: torch.device, mo
 @pytest.mark.kernels
 def test_lost_or_not_finite_through_dense(left: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """All NaN where blocks are lost; what is not finite of the dense operand shows where it does in a dense product."""
-    from gossamer.blocksparse._triton import matmul as kernels
-
-    monkeypatch.setattr(kernels, "choose_path", lambda *_: "dense")
+    monkeypatch.setattr("gossamer.blocksparse.matmul_path.dense_is_faster", lambda *_: True)
     mask = torch.tensor([[[True, False, False], [False, True, True]]], device=device)
     x, y = torch.randn(1, 32, 48, device=device), torch.randn(1, 48, 20, device=device)
     y[0, 3, 4], y[0, 40, 0] = math.nan, math.inf
@@ -82,20 +78,19 @@ def walks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
     """Each way of Hopper's kernel to go about a product, whatever would be chosen; those that were taken."""
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("Hopper's kernel")
-    from gossamer.blocksparse import matmul_walk
-    from gossamer.blocksparse._triton import matmul as kernels
+    from gossamer.blocksparse import matmul_path
 
     taken: list[Any] = []
     tile_m, listed, strips, band = request.param
 
-    def chosen(block, of_a, of_b, of_out, *_):
+    def chosen(block, densities, *_):
         # No list to follow where a matrix is dense.
-        sparse = [parts[0] is not None for parts in (of_a, of_out)]
-        taken.append(matmul_walk.Walk(tile_m, listed and sparse[0], strips and sparse[1], band))
+        sparse = [density is not None for density in densities]
+        taken.append(matmul_path.Walk(tile_m, listed and sparse[0], strips and sparse[2], band))
         return taken[-1]
 
-    monkeypatch.setattr(matmul_walk, "choose_walk", chosen)
-    monkeypatch.setattr(kernels, "is_small", lambda *_: False)
+    monkeypatch.setattr(matmul_path, "choose_walk", chosen)
+    monkeypatch.setattr(matmul_path, "is_small", lambda *_: False)
     return taken
 
 
@@ -138,9 +133,7 @@ def test_tf32(
     mix, turned, sizes, block, density: float, small: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What the copy engine can move and what it cannot, from operands stored either way, and what is too small."""
-    from gossamer.blocksparse._triton import matmul as kernels
-
-    monkeypatch.setattr(kernels, "is_small", lambda *_: small)
+    monkeypatch.setattr("gossamer.blocksparse.matmul_path.is_small", lambda *_: small)
     near(mix, turned, sizes, block, device, density)
 
 
@@ -439,7 +432,7 @@ def test_small_products_have_narrow_tiles(monkeypatch: pytest.MonkeyPatch) -> No
 def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
     """In registers and shared memory of one multiprocessor; the result turned and tiles of 128 ask for most."""
     pytest.importorskip("triton")
-    from gossamer.blocksparse import matmul_walk as walks
+    from gossamer.blocksparse import matmul_path as walks
     from gossamer.blocksparse._gluon import matmul as hopper
     from tests import aot
 

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from gossamer._core import tuning
-from gossamer.blocksparse.matmul_path import choose_path
-from gossamer.blocksparse.matmul_walk import Walk, band_of, choose_walk
+from gossamer.blocksparse.matmul_path import Walk, band_of, choose_walk, dense_is_faster
 
 pytestmark = pytest.mark.native
 GPU = torch.device("cuda", 0)
@@ -15,11 +14,7 @@ GPU = torch.device("cuda", 0)
 
 def walk_of(block: int, *densities: float | None, n: int = 8192, size: int = 2) -> Any:
     """What is chosen for four matrices on 132 multiprocessors, by the densities of both operands and the result."""
-    parts = []
-    for density in densities:
-        stored = [torch.empty(round(1000 * (density or 0))), torch.empty(1000)]
-        parts.append((None,) * 6 if density is None else (stored[0], stored[0], None, None, None, stored[1]))
-    return choose_walk((block,) * 3, *parts, (4, n, n, n), size, 132)
+    return choose_walk((block,) * 3, densities, (4, n, n, n), size, 132)
 
 
 def test_choice_of_a_walk() -> None:
@@ -66,7 +61,8 @@ def path(block: int, *densities: float | None, dtype: torch.dtype = torch.bfloat
     blocks = [0 if densities[i] is densities[j] is None else block for i, j in ((0, 2), (0, 1), (1, 2))]
     one, two, three = blocks
     a, b, out = densities
-    return choose_path((4, size, size, size), (one, two, three), (a, b, out), dtype, GPU)
+    dense = dense_is_faster((4, size, size, size), (one, two, three), [a, b, out], dtype, GPU)
+    return "dense" if dense else "blocks"
 
 
 def test_many_small_blocks_go_through_dense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,4 +96,4 @@ def test_half_of_one_operand_goes_through_dense(copy: float, monkeypatch: pytest
     # All else dense: not one more matrix of blocks.
     assert path(64, 0.5, 0.5, None, size=8192) == path(64, 0.5, None, 0.5, size=8192) == "blocks"
     # One row of tiles would not pay for a copy of the whole.
-    assert choose_path((1, 1 << 16, 1 << 16, 256), (64, 64, 0), (0.5, None, None), torch.bfloat16, GPU) == "blocks"
+    assert not dense_is_faster((1, 1 << 16, 1 << 16, 256), (64, 64, 0), [0.5, None, None], torch.bfloat16, GPU)

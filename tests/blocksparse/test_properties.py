@@ -67,7 +67,7 @@ def test_layouts(data, device: torch.device) -> None:
     product = Layout.product(a, b.transpose(), capacity=max(math.prod(a.shape[:-2]) * rows * rows, 1))
     assert torch.equal(product.to_dense(), (x.float() @ y.float().mT) != 0)
     block = data.draw(BLOCKS)
-    adapted = a.adapt(block)
+    adapted = blocksparse.adapt(a, block)
     assert torch.equal(adapted.to_dense(), covers(elements(a), block)) and adapted.size == a.size
     blocksparse.validate(a, a.transpose().transpose())
 
@@ -104,13 +104,13 @@ def test_dense_and_back_and_transposed(data, dtype: torch.dtype, device: torch.d
     fill = data.draw(st.sampled_from([0.0, -1.5]))
     blocks, kept = from_dense(x, layout), elements(layout)
     assert torch.equal(blocks.to_dense(fill), torch.where(kept, x, fill))
-    turned = blocksparse.transpose(blocks)
+    turned = blocks.mT
     assert torch.equal(turned.to_dense(fill), torch.where(kept, x, fill).mT)
     towards = torch.randn(turned.shape, device=device).to(dtype)
     (grad,) = torch.autograd.grad(turned.to_dense(), x, towards)
     assert torch.equal(grad, torch.where(kept, towards.mT, 0))
     other = data.draw(layouts(device, lead=layout.shape[:-2], size=layout.size))
-    adapted = blocksparse.adapt_layout(blocks, other).to_dense()
+    adapted = blocksparse.adapt(blocks, other).to_dense()
     assert torch.equal(adapted, torch.where(kept & elements(other), x, 0))
 
 
@@ -181,5 +181,5 @@ def test_layouts_at_length(data, device: torch.device) -> None:
     left, right = from_dense(x, a), from_dense(y, b)
     assert torch.equal(blocksparse.matmul(left, right, transpose_b=True), x @ y.mT)
     union = a.union(b)
-    added = blocksparse.adapt_layout(left, union) + blocksparse.adapt_layout(right, union)
+    added = blocksparse.adapt(left, union) + blocksparse.adapt(right, union)
     assert torch.equal(added.to_dense(), x + y)

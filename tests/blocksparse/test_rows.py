@@ -111,6 +111,14 @@ def test_gradcheck(device: torch.device) -> None:
 
 
 @pytest.mark.native
+@pytest.mark.parametrize("name", VECTORS)
+def test_vectors_compile(name: str, compiled, device: torch.device) -> None:
+    x = from_dense(torch.randn(32, 32, device=device), Layout.full((2, 2), 16, device=device))
+    vector = torch.randn(32, 1, device=device)
+    assert torch.equal(compiled(VECTORS[name])(x, vector).to_dense(), VECTORS[name](x, vector).to_dense())
+
+
+@pytest.mark.native
 def test_compile(compiled, device: torch.device) -> None:
     _x, blocks, _ = problem((2,), (40, 70), (16, 32), torch.float32, device)
     blocks = replace(blocks, values=blocks.values.detach().nan_to_num())

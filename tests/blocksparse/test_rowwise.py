@@ -8,7 +8,6 @@ from torch.nn import functional
 from gossamer.blocksparse import (
     BlockSparseTensor,
     Layout,
-    apply_rowwise,
     cat,
     from_dense,
     layer_norm,
@@ -81,7 +80,7 @@ def test_autocast_leaves_dtypes(kind: torch.dtype, device: torch.device) -> None
 def test_overflow_is_nan(device: torch.device) -> None:
     short = Layout.from_mask(torch.ones(2, 2, device=device).bool(), 16, capacity=3)
     blocks = BlockSparseTensor(torch.ones(3, 16, 16, device=device), short)
-    for out in (layer_norm(blocks), rms_norm(blocks), apply_rowwise(blocks, lambda rows: rows)):
+    for out in (layer_norm(blocks), rms_norm(blocks)):
         assert out.values.isnan().all()
 
 
@@ -110,16 +109,9 @@ def test_compiles(compiled, device: torch.device) -> None:
     x = random_blocks(layout, torch.float32).requires_grad_()
 
     def call(x: Tensor) -> Tensor:
-        return apply_rowwise(layer_norm(rms_norm(from_dense(x, layout))), functional.relu).to_dense()
+        return layer_norm(rms_norm(from_dense(x, layout))).relu().to_dense()
 
     torch.testing.assert_close(compiled(call)(x), call(x))
-
-
-def test_any_function(device: torch.device) -> None:
-    layout = random_layout((2,), (40, 50), (16, 32), device)
-    x = random_blocks(layout, torch.float32)
-    out = apply_rowwise(from_dense(x, layout), lambda rows: rows.softmax(-1))
-    assert torch.equal(out.to_dense(), x.softmax(-1) * elements(layout))
 
 
 @pytest.mark.parametrize(
@@ -127,7 +119,6 @@ def test_any_function(device: torch.device) -> None:
     [
         (lambda x: layer_norm(x, torch.ones(3)), ValueError, r"layer_norm: weight must have shape \[N\] = \[32\]"),
         (lambda x: rms_norm(x.values), TypeError, "rms_norm: x must be a BlockSparseTensor"),
-        (lambda x: apply_rowwise(x, lambda rows: rows[:1]), ValueError, r"what function returns must have shape"),
     ],
 )
 def test_errors(call, error: type[Exception], message: str) -> None:

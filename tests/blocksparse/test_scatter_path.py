@@ -1,4 +1,4 @@
-"""Ways of `blocksparse.scatter_reduce`: the choice, and along columns the same results by transposing as without."""
+"""Ways of `blocksparse.scatter`: the choice, and along columns the same results by transposing as without."""
 
 import itertools
 import math
@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, scatter_reduce
-from gossamer.blocksparse.scatter_path import choose_path
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, scatter
+from gossamer.blocksparse.scatter_path import path_for
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
 from tests.blocksparse.test_capture import follows
@@ -54,10 +54,10 @@ def test_which_way(
     device = torch.device("cuda", 0)
     monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: True)
     monkeypatch.setattr("gossamer.blocksparse.scatter_path.INTERPRET", False)
-    assert choose_path(axis, size, reduce, src, out, device, entries, elements) == path
+    assert path_for(axis, size, reduce, src, out, device, entries, elements) == path
     monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: False)
     without = {"transposed": "lines", "shared": "lines"}.get(path, path)
-    assert choose_path(axis, size, reduce, src, out, device, entries, elements) == without
+    assert path_for(axis, size, reduce, src, out, device, entries, elements) == without
 
 
 @contextmanager
@@ -65,10 +65,10 @@ def columns_go(path: str):
     """Any call along columns goes this way, and others where they would."""
 
     def choose(axis: int, *given: Any) -> str:
-        return path if axis == 1 else choose_path(axis, *given)
+        return path if axis == 1 else path_for(axis, *given)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gossamer.blocksparse._triton.scatter_reduce.choose_path", choose)
+        patch.setattr("gossamer.blocksparse.scatter_path.path_for", choose)
         yield
 
 
@@ -105,7 +105,7 @@ def test_as_by_columns(lead, size, block, index_size, reduce: str, include_self:
     leaves = x.values.requires_grad_(), src.values.requires_grad_()
 
     def call() -> tuple[Tensor, ...]:
-        values = scatter_reduce(x, -2, index, src, reduce, include_self=include_self).values
+        values = scatter(x, -2, index, src, reduce, include_self=include_self).values
         # One of each reduction is enough of gradients in the slow interpreter.
         return values, *(torch.autograd.grad(values.sum(), leaves) if include_self else ())
 
@@ -122,9 +122,7 @@ def test_close_to_float64(reduce: str, dtype: torch.dtype, device: torch.device)
     index = random_index(other, 40)
     at, named = dense_index(index, 40), elements(layout)
     with columns_go("transposed"):
-        first, second = (
-            scatter_reduce(from_dense(x, layout), 1, index, from_dense(src, other), reduce) for _ in range(2)
-        )
+        first, second = (scatter(from_dense(x, layout), 1, index, from_dense(src, other), reduce) for _ in range(2))
     assert torch.equal(first.values, second.values)
     want, plain = (
         expected(x.to(kind) * named, named, 1, at, src.to(kind) * elements(other), reduce, True)
@@ -142,7 +140,7 @@ def test_room_behind_the_last_block_and_lost_blocks(device: torch.device) -> Non
     for a, b in itertools.product(layouts.values(), repeat=2):
         index, src = from_dense(dense, b), BlockSparseTensor(torch.ones(b.capacity, 16, 16, device=device), b)
         for held in (a, BlockSparseTensor(torch.ones(a.capacity, 16, 16, device=device), a)):
-            ours, theirs = both(lambda g=held, i=index, s=src: scatter_reduce(g, 0, i, s, "sum").values)
+            ours, theirs = both(lambda g=held, i=index, s=src: scatter(g, 0, i, s, "sum").values)
             torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
             assert ours.isnan().all() == (3 in (a.capacity, b.capacity))
 
@@ -159,7 +157,7 @@ def test_indices_that_name_nothing(kind: torch.dtype, device: torch.device) -> N
         index[9, 3], index[9, 4], index[9, 5] = (1 << 32) + 5, 1 << 31, -(1 << 32)
     src = from_dense(torch.ones(16, 16, device=device), layout)
     with columns_go("transposed"):
-        out = scatter_reduce(layout, 0, from_dense(index, layout), src, "sum")
+        out = scatter(layout, 0, from_dense(index, layout), src, "sum")
     assert torch.equal(out.to_dense() == 1, index == torch.arange(16, device=device)[:, None])
 
 
@@ -171,7 +169,7 @@ def test_capture(reduce: str, device: torch.device) -> None:
     index = from_dense(torch.randint(-1, 40, other.dense_shape, device=device), other)
     src = from_dense(random_blocks(other, torch.float32), other)
     with columns_go("transposed"):
-        follows(lambda: [scatter_reduce(layout, -2, index, src, reduce).values], index.values, src.values)
+        follows(lambda: [scatter(layout, -2, index, src, reduce).values], index.values, src.values)
 
 
 @pytest.mark.gpu
@@ -195,7 +193,7 @@ def last_place(layout: Layout, dim: int) -> None:
     src = BlockSparseTensor(torch.zeros(shape, dtype=torch.float16, device=layout.device), layout)
     src.values[-1] = 1
     places = torch.full(shape, layout.size[0] - 1, dtype=torch.int32, device=layout.device)
-    out = scatter_reduce(layout, dim, BlockSparseTensor(places, layout), src, "sum")
+    out = scatter(layout, dim, BlockSparseTensor(places, layout), src, "sum")
     assert (out.values[-1].select(dim, -1) == block).all() and out.values.count_nonzero() == block
 
 
@@ -215,6 +213,6 @@ def test_property(data: st.DataObject) -> None:
     x, src = (random_blocks(at, torch.float32, integers=True) for at in (layout, other))
     index = random_index(other, m)
     with columns_go("transposed"):
-        out = scatter_reduce(from_dense(x, layout), -2, index, from_dense(src, other), "sum").to_dense()
+        out = scatter(from_dense(x, layout), -2, index, from_dense(src, other), "sum").to_dense()
     want = expected(x, elements(layout), len(lead), dense_index(index, m), src, "sum", True)
     assert torch.equal(out, want)

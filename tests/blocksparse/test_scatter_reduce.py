@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, scatter, scatter_reduce
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, layout_of_indices, scatter
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
 from tests.blocksparse.test_gather import padded
@@ -77,7 +77,7 @@ def check(
     x.requires_grad_()
     index = random_index(other, x.shape[dim])
     at = dense_index(index, x.shape[dim])
-    out = scatter_reduce(
+    out = scatter(
         from_dense(x, layout), dim, index, from_dense(src, other), reduce, include_self=include_self
     )  # fmt: skip
     assert out.layout is layout and out.dtype is dtype
@@ -105,7 +105,7 @@ def test_into_nothing(lead, size, block, dim, index_lead, index_size, device: to
     index = random_index(other, layout.dense_shape[dim], dtype=torch.int32)
     at = dense_index(index, layout.dense_shape[dim])
     for reduce in REDUCTIONS:
-        out = scatter_reduce(layout, dim, index, from_dense(src, other), reduce).to_dense()
+        out = scatter(layout, dim, index, from_dense(src, other), reduce).to_dense()
         nothing = torch.zeros(layout.dense_shape, device=device)
         want = expected(nothing, elements(layout), dim, at, src, reduce, False)
         torch.testing.assert_close(out, want, rtol=1e-6, atol=0)
@@ -152,7 +152,7 @@ def test_integers(kind: torch.dtype, dim: int, device: torch.device) -> None:
     x_wide, src_wide = wide
     for reduce in ("amax", "amin", "prod") if kind is torch.bool else ("sum", "amax", "amin", "prod"):
         for include_self in (True, False):
-            out = scatter_reduce(
+            out = scatter(
                 from_dense(x, layout), dim, index, from_dense(src, other), reduce, include_self=include_self
             )  # fmt: skip
             want = expected(x_wide, elements(layout), dim, at, src_wide, reduce, include_self)
@@ -176,7 +176,7 @@ def test_property(data: st.DataObject) -> None:
     other = random_layout(tuple(shape[:-2]), (shape[-2], shape[-1]), block, device, seed=1, density=density)
     x, src = (random_blocks(at, torch.float32, integers=True) for at in (layout, other))
     index = random_index(other, x.shape[dim])
-    out = scatter_reduce(from_dense(x, layout), dim, index, from_dense(src, other), "sum")
+    out = scatter(from_dense(x, layout), dim, index, from_dense(src, other), "sum")
     assert torch.equal(
         out.to_dense(), expected(x, elements(layout), dim, dense_index(index, x.shape[dim]), src, "sum", True)
     )
@@ -192,7 +192,7 @@ def test_source_of_another_layout(device: torch.device) -> None:
     at = dense_index(index, 50)
     x = random_blocks(layout, torch.float32, integers=True)
     for reduce in ("sum", "amax"):
-        out = scatter_reduce(from_dense(x, layout), -1, index, from_dense(src, larger), reduce).to_dense()
+        out = scatter(from_dense(x, layout), -1, index, from_dense(src, larger), reduce).to_dense()
         want = expected(x, elements(layout), -1, at, src[:, :40, :50], reduce, True)
         assert torch.equal(out, want)
     (grad,) = torch.autograd.grad(out.sum(), src)
@@ -206,7 +206,7 @@ def test_all_to_one_place(dtype: torch.dtype, device: torch.device) -> None:
     src[:, 0] = 2048
     src[:, -1] = -2000
     index = from_dense(torch.full((16, 128), 5, device=device), layout)
-    out = scatter_reduce(layout, -1, index, from_dense(src, layout), "sum").to_dense()
+    out = scatter(layout, -1, index, from_dense(src, layout), "sum").to_dense()
     assert (out[:, 5] == src.double().sum(1)).all() and not out[:, :5].any()
 
 
@@ -219,7 +219,7 @@ def test_few_places_of_long_rows(places: int, reduce: str, device: torch.device,
     src = from_dense(torch.randn(2, 100, 8000, device=device, generator=generator), layout)
     index = from_dense(torch.randint(places, (2, 100, 8000), device=device, generator=generator), layout)
     whole = Layout.full((2, 2, 125), 64, size=(100, 8000), device=device)
-    first, second = (scatter_reduce(whole, -1, index, src, reduce) for _ in range(2))
+    first, second = (scatter(whole, -1, index, src, reduce) for _ in range(2))
     assert torch.equal(first.values, second.values)
     named = elements(layout)
     at, x = torch.where(named, dense_index(index, 8000), 8000), src.to_dense()
@@ -232,7 +232,7 @@ def test_few_places_of_long_rows(places: int, reduce: str, device: torch.device,
 def test_bitwise_reproducible(device: torch.device) -> None:
     layout, other = (random_layout((2,), (40, 50), (16, 32), device, seed=s) for s in (0, 1))
     src, index = from_dense(random_blocks(other, torch.float32), other), random_index(other, 40)
-    first, second = (scatter_reduce(layout, 1, index, src, "sum").values for _ in range(2))
+    first, second = (scatter(layout, 1, index, src, "sum").values for _ in range(2))
     assert torch.equal(first, second)
 
 
@@ -243,7 +243,7 @@ def test_zeros_in_products(device: torch.device) -> None:
     src[0, 0] = src[1, 0] = src[1, 1] = 0
     src.requires_grad_()
     index = from_dense(torch.zeros(16, 16, dtype=torch.int64, device=device), layout)
-    out = scatter_reduce(layout, -1, index, from_dense(src, layout), "prod").to_dense()
+    out = scatter(layout, -1, index, from_dense(src, layout), "prod").to_dense()
     (grad,) = torch.autograd.grad(out.sum(), src)
     assert out[:3, 0].tolist() == [0, 0, 2.0**16] and grad[0].tolist() == [2.0**15] + [0] * 15
     assert not grad[1].any() and (grad[2] == 2.0**15).all()
@@ -255,7 +255,7 @@ def test_special_values(reduce: str, device: torch.device) -> None:
     src = torch.ones(16, 16, device=device)
     src[0, 3], src[1, 3] = math.nan, math.inf
     index = from_dense(torch.arange(16, device=device).expand(16, 16) // 4, layout)
-    out = scatter_reduce(layout, 1, index, from_dense(src, layout), reduce).to_dense()
+    out = scatter(layout, 1, index, from_dense(src, layout), reduce).to_dense()
     assert out[0, 0].isnan() and out[2:].isfinite().all() and out[0, 1:].isfinite().all()
     assert out[1, 0] == (1 if reduce == "amin" else math.inf)
 
@@ -267,7 +267,7 @@ def test_overflow_is_nan(device: torch.device) -> None:
     for a, b in ((whole, short), (short, whole)):
         src = torch.ones(b.capacity, 16, 16, device=device).requires_grad_()
         for dim in (0, 1):
-            out = scatter_reduce(a, dim, from_dense(index, b), BlockSparseTensor(src, b), "sum").values
+            out = scatter(a, dim, from_dense(index, b), BlockSparseTensor(src, b), "sum").values
             assert out.isnan().all()
             assert torch.autograd.grad(out.sum(), src)[0].isnan().all()
 
@@ -306,7 +306,7 @@ def test_gradcheck(reduce: str) -> None:
             given, added = BlockSparseTensor(x, layout), BlockSparseTensor(src, other)
             if reduce == "last":
                 return scatter(given, src=added, **options).to_dense()
-            return scatter_reduce(given, src=added, reduce=reduce, include_self=include_self, **options).to_dense()
+            return scatter(given, src=added, reduce=reduce, include_self=include_self, **options).to_dense()
 
         leaves = x.requires_grad_(), src.requires_grad_()
         assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
@@ -319,8 +319,8 @@ def test_second_derivatives_of_products_are_refused(device: torch.device) -> Non
     layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
     src = torch.ones(16, 16, device=device).requires_grad_()
     index = from_dense(torch.zeros(16, 16, dtype=torch.int64, device=device), layout)
-    out = scatter_reduce(layout, 0, index, from_dense(src, layout), "prod").to_dense()
-    with pytest.raises(NotImplementedError, match=r"blocksparse\.scatter_reduce: second derivatives"):
+    out = scatter(layout, 0, index, from_dense(src, layout), "prod").to_dense()
+    with pytest.raises(NotImplementedError, match=r"blocksparse\.scatter: second derivatives"):
         torch.autograd.grad(out.sum(), src, create_graph=True)
 
 
@@ -331,8 +331,8 @@ def test_capture() -> None:
     src, index = from_dense(random_blocks(other, torch.float32), other), random_index(other, 40)
 
     def call(src: BlockSparseTensor) -> tuple[Tensor, ...]:
-        put = scatter_reduce(layout, 1, index, src, "mean")
-        reached = Layout.from_indices(index, 1, 40, capacity=100)
+        put = scatter(layout, 1, index, src, "mean")
+        reached = layout_of_indices(index, 1, 40, capacity=100)
         return put.values, gather(put, 1, index).values, scatter(reached, 1, index, src).values
 
     call(src)
@@ -352,7 +352,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     src = BlockSparseTensor(torch.zeros(layout.capacity, 128, 128, dtype=torch.float16, device=device), layout)
     src.values[-1] = 1
     index = BlockSparseTensor(torch.full(src.values.shape, 32767, dtype=torch.int32, device=device), layout)
-    out = scatter_reduce(layout, -1, index, src, "sum")
+    out = scatter(layout, -1, index, src, "sum")
     assert (out.values[-1, :, -1] == 128).all() and out.values.count_nonzero() == 128
     assert (gather(out, -1, index).values[-1] == 128).all()
 
@@ -364,7 +364,7 @@ def test_compiles(compiled, device: torch.device) -> None:
     index = random_index(other, 50)
 
     def call(src: Tensor, index: BlockSparseTensor) -> Tensor:
-        return scatter_reduce(layout, -1, index, from_dense(src, index.layout), "mean").to_dense()
+        return scatter(layout, -1, index, from_dense(src, index.layout), "mean").to_dense()
 
     ours = compiled(call)(src, index)
     # Inductor divides by multiplying, here and in the gradient, which is also of a result that is rounded differently.
@@ -392,8 +392,8 @@ def test_errors(change, error: type[Exception], message: str) -> None:
     index = from_dense(torch.zeros(32, 32, dtype=torch.int64), layout)
     src = from_dense(torch.ones(other.dense_shape, dtype=change.get("dtype", torch.float32)), other)
     x = change.get("input", from_dense(torch.ones(32, 32), layout))
-    with pytest.raises(error, match=rf"blocksparse\.scatter_reduce: .*{message}"):
-        scatter_reduce(x, change.get("dim", 1), index, change.get("src", src), change.get("reduce", "sum"))
+    with pytest.raises(error, match=rf"blocksparse\.scatter: .*{message}"):
+        scatter(x, change.get("dim", 1), index, change.get("src", src), change.get("reduce", "sum"))
 
 
 def test_reductions_that_a_dtype_lacks() -> None:
@@ -404,7 +404,7 @@ def test_reductions_that_a_dtype_lacks() -> None:
         (torch.bool, "sum", "numbers, got bool"),
     ):
         with pytest.raises(TypeError, match=f'reduce="{reduce}" needs {rule}'):
-            scatter_reduce(layout, 0, index, from_dense(torch.ones(16, 16, dtype=kind), layout), reduce)
+            scatter(layout, 0, index, from_dense(torch.ones(16, 16, dtype=kind), layout), reduce)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -427,7 +427,7 @@ def test_slots_beyond_the_matrix_take_no_part(
     index = from_dense(torch.randint(-1, 40, (40, 33), device=device, generator=generator), layouts[1]).values
     index = torch.where(inside[1], index, 1 << 20)
     x, i, y = (BlockSparseTensor(*pair) for pair in ((before, layouts[0]), (index, layouts[1]), (src, layouts[1])))
-    out = scatter_reduce(x, 0, i, y, reduce, include_self=include_self).to_dense()
+    out = scatter(x, 0, i, y, reduce, include_self=include_self).to_dense()
     grads = torch.autograd.grad(out.sum(), (before, src))
     assert out.isfinite().all()
     for grad, held in zip(grads, inside):
@@ -446,6 +446,6 @@ def test_an_index_out_of_range_has_no_gradient(reduce: str) -> None:
     if reduce == "last":
         out = scatter(x, 0, i, y)
     else:
-        out = scatter_reduce(x, 0, i, y, reduce)
+        out = scatter(x, 0, i, y, reduce)
     (grad,) = torch.autograd.grad(out.to_dense().sum(), src)
     assert grad.isfinite().all() and not grad[3].any() and not grad[5].any()

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, sliding_window, softmax, transpose
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, sliding_window, softmax
 from gossamer.testing import assert_close
 from tests.strategies import SEEDS, seeded
 
@@ -94,7 +94,7 @@ def test_masks(shape: tuple[int, ...], device: torch.device) -> None:
 def test_a_mask_of_blocks(device: torch.device) -> None:
     x, layout = problem((2,), (40, 70), (16, 32), 0.6, torch.float32, device)
     mask = torch.rand(2, 40, 70, device=device, generator=seeded(1, device)) < 0.6
-    check(x, layout, mask, given=from_dense(mask.float(), layout).values != 0)
+    check(x, layout, mask, given=from_dense(mask.float(), layout) != 0)
 
 
 @pytest.mark.kernels
@@ -159,7 +159,7 @@ def test_capture() -> None:
 
     def call() -> Tensor:
         layout = Layout.from_mask(mask, 64, capacity=mask.numel())
-        return transpose(softmax(from_dense(x, layout))).to_dense()
+        return softmax(from_dense(x, layout)).mT.to_dense()
 
     call()
     graph = torch.cuda.CUDAGraph()
@@ -180,7 +180,7 @@ def test_more_than_2_to_the_31_elements() -> None:
     assert BlockSparseTensor(values, layout).to_dense()[-1, -1] == 20
     out = softmax(BlockSparseTensor(values, layout))
     assert out.values[-1, -1, -1] > 0.99 and out.values[0].float().mean().item() * n == pytest.approx(1, rel=1e-2)
-    assert transpose(out).values[-1, -1, -1] == out.values[-1, -1, -1]
+    assert out.mT.values[-1, -1, -1] == out.values[-1, -1, -1]
 
 
 def test_what_is_not_finite_stays(device: torch.device) -> None:
@@ -214,7 +214,7 @@ def test_any_sizes(device, batch: int, m: int, n: int, block, density: float, ma
     part = elements(layout) if mask is None else elements(layout) & mask
     out = softmax(from_dense(x, layout), mask=mask, scale=1.5)
     torch.testing.assert_close(out.to_dense(), dense(x, part, 1.5))
-    assert torch.equal(transpose(out).to_dense(), out.to_dense().mT)
+    assert torch.equal(out.mT.to_dense(), out.to_dense().mT)
 
 
 def test_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:

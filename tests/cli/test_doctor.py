@@ -49,6 +49,14 @@ def test_this_installation_is_well() -> None:
         assert re.search(rf"{name}\s+│ PyTorch", output), name
 
 
+def test_the_cache_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel" / "one.cubin").write_bytes(bytes(3 << 20))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor, "checks", checks_of())
+    assert f"compiled kernels: 0.00293 GiB in {tmp_path}" in run()[1].replace("\n", "")
+
+
 def test_each_kernel_of_hopper_has_a_check_in_16_bits() -> None:
     kernels = {f"{file.parts[-3]}.{file.stem}" for file in Path(gossamer.__file__).parent.glob("*/_gluon/[a-z]*.py")}
     checked = {check.name for check in checks(torch.device("cpu")) if check.variant.startswith("bfloat16")}

@@ -271,9 +271,9 @@ def test_a_shard_that_is_not_there(device: torch.device, tmp_path: Path) -> None
 def test_out_that_is_a_file(device: torch.device, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("mine")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(ValueError, match=rf"extract: out must be a folder, .* got {out}: .* Name another one"):
+        with pytest.raises(ValueError, match=rf"extract: out must be a folder .* got {out}: .* Name another one"):
             extract(activations(100), model(device), out, **SIZES)
-        with pytest.raises(ValueError, match=rf"nn\.save_sae: folder must be a folder, .* got {out}: "):
+        with pytest.raises(ValueError, match=rf"nn\.save_sae: folder must be a folder .* got {out}: "):
             nn.save_sae(model(device), out)
     assert (tmp_path / "file").read_text() == "mine"
 

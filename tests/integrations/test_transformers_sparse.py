@@ -90,7 +90,7 @@ def test_same_logits_and_generations(kind: str, device: torch.device) -> None:
         for module in blocks(model):
             module.sparse_block.method = method
         assert_close(logits(model, ids), reference64=exact, plain=plain)
-        paths = {"gather", "union", "fused", "dense"} if method == "auto" else {method, "dense"}
+        paths = {"gather", "fused", "dense"} if method == "auto" else {method, "dense"}
         assert {module.sparse_block.last_path for module in blocks(model)} <= paths
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False), text)
     assert list(model.state_dict()) == keys
@@ -119,7 +119,7 @@ def test_a_write_that_no_version_counts_is_seen(kind: str, device: torch.device)
     assert len(downs) == 2
 
 
-@pytest.mark.parametrize("method", ["gather", "union", "fused", "dense"])
+@pytest.mark.parametrize("method", ["gather", "fused", "dense"])
 @pytest.mark.parametrize("kind", ["Llama", "OPT", "T5"])
 def test_16_bit(kind: str, method: str, device: torch.device) -> None:
     """T5 keeps a layer in float32 in float16, and not in bfloat16."""

@@ -83,7 +83,7 @@ def compare(
     positions: Any = (), given: dict[str, Any] | None = None,
 ) -> None:  # fmt: skip
     """Result and gradients of x and of every parameter."""
-    ours = module(x.requires_grad_(), context, valid_lengths=lengths, **(given or {}))
+    ours = module(x.requires_grad_(), context, lengths=lengths, **(given or {}))
     # All of one sign: sums that cancel have no scale by which their rounding could be judged.
     towards = torch.linspace(0.5, 1.5, ours.numel(), device=x.device, dtype=x.dtype).view_as(ours)
     grads = torch.autograd.grad(ours, [x, *module.parameters()], towards)
@@ -149,7 +149,7 @@ def test_selected_blocks(device: torch.device) -> None:
     module = made(device, layout=select, causal=True)
     x = torch.randn(2, 64, 48, device=device)
     q, k, _ = module.project(x)
-    layout = select(q, k, causal=True, valid_lengths=lengths)
+    layout = select(q, k, causal=True, lengths=lengths)
     assert 0 < int(layout.nnz) < 2 * 4 * 10
     compare(module, x, None, layout, lengths=lengths)
 
@@ -223,9 +223,7 @@ def test_state_dicts_without_frequencies(device: torch.device) -> None:
 def test_a_layout_function_that_takes_too_little() -> None:
     layout = Layout.from_mask(torch.ones(2, 2).bool(), 16)
     module = BlockSparseAttention(32, 4, layout=lambda q, k: layout)
-    with pytest.raises(
-        TypeError, match=r"nn.BlockSparseAttention: layout must take q, k, causal=... and valid_lengths="
-    ):
+    with pytest.raises(TypeError, match=r"nn.BlockSparseAttention: layout must take q, k, causal=... and lengths="):
         module(torch.randn(1, 32, 32))
     module.layout = lambda q, k, **_: layout
     assert module(torch.randn(1, 32, 32)).shape == (1, 32, 32)

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,13 +12,16 @@ from safetensors import SafetensorError
 
 
 def make_folder(operator: str, argument: str, folder: Path) -> None:
-    """Makes a folder, if it is not there; raises ValueError where a file is in its way."""
+    """Makes a folder, if it is not there; raises ValueError where it, or a file in it, cannot be made: at once, and not
+    after a long run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
         raise ValueError(
-            f"{operator}: {argument} must be a folder, or free to become one, got {folder}: {error.strerror}. "
-            "Name another one."
+            f"{operator}: {argument} must be a folder that can be written to, got {folder}: {error.strerror}. Name "
+            "another one."
         ) from error
 
 

@@ -8,25 +8,24 @@
 from gossamer.blocksparse.attention import attention
 from gossamer.blocksparse.convert import from_block_mask, from_sparse_bsr, to_block_mask, to_sparse_bsr
 from gossamer.blocksparse.gather import gather
+from gossamer.blocksparse.indexed import layout_of_indices
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.matmul import matmul
 from gossamer.blocksparse.patterns import causal, documents, global_tokens, sliding_window
-from gossamer.blocksparse.rearrange import adapt_layout, cat, merge, repeat, repeat_interleave, split, stack
+from gossamer.blocksparse.rearrange import adapt, cat, merge, repeat, split, stack
 from gossamer.blocksparse.relative import Relative
-from gossamer.blocksparse.rowwise import apply_rowwise, layer_norm, rms_norm
-from gossamer.blocksparse.scatter_reduce import scatter, scatter_reduce
+from gossamer.blocksparse.rowwise import layer_norm, rms_norm
+from gossamer.blocksparse.scatter_reduce import scatter
 from gossamer.blocksparse.select_blocks import select_blocks
 from gossamer.blocksparse.softmax import softmax
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
-from gossamer.blocksparse.transpose import transpose
 from gossamer.blocksparse.validate import validate
 
 __all__ = [
     "BlockSparseTensor",
     "Layout",
     "Relative",
-    "adapt_layout",
-    "apply_rowwise",
+    "adapt",
     "attention",
     "cat",
     "causal",
@@ -37,13 +36,12 @@ __all__ = [
     "gather",
     "global_tokens",
     "layer_norm",
+    "layout_of_indices",
     "matmul",
     "merge",
     "repeat",
-    "repeat_interleave",
     "rms_norm",
     "scatter",
-    "scatter_reduce",
     "select_blocks",
     "sliding_window",
     "softmax",
@@ -51,6 +49,5 @@ __all__ = [
     "stack",
     "to_block_mask",
     "to_sparse_bsr",
-    "transpose",
     "validate",
 ]

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gossamer._core.ops import needs_gradient
-from gossamer.blocksparse.held import filled
+from gossamer.blocksparse.fill_outside import fill_outside
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.rows import check_floats, reduced, with_vector
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -35,9 +36,7 @@ def _of_two(name: str, function: Callable[[Any, Any], Any], turned: bool = False
 
     def method(self: Any, other: Any) -> Any:
         if vectors in VECTORS and isinstance(other, Tensor) and other.dim() > 0:
-            from gossamer.blocksparse.rows import with_vector
-
-            return with_vector(vectors, self, other)
+            return replace(self, values=with_vector(vectors, self.values, self.layout, other))
         operand = self.paired(name, other)
         if operand is NotImplemented:
             return NotImplemented
@@ -79,6 +78,9 @@ VECTORS = ("__add__", "__sub__", "__rsub__", "__mul__")
 """Operators whose other operand may be a vector."""
 
 
+_REFLECTED = {torch.Tensor.add: "__radd__", torch.Tensor.mul: "__rmul__", torch.Tensor.sub: "__rsub__"}
+
+
 class Arithmetic:
     """Operators and functions on the elements of present blocks; absent blocks stay absent, whatever the function.
 
@@ -98,7 +100,7 @@ class Arithmetic:
                     f"blocksparse.BlockSparseTensor.{name}: both operands must share one Layout, got "
                     f"{self.layout.summary()} and {other.layout.summary()}. Layouts are compared as objects, not by "
                     "their blocks: make one and give it to both. Else bring both to union = a.layout.union(b.layout), "
-                    "with adapt_layout(x, union); where they have the same blocks, adapt_layout(b, a.layout) is enough."
+                    "with adapt(x, union); where they have the same blocks, adapt(b, a.layout) is enough."
                 )
             return other.values
         if isinstance(other, Tensor) and other.numel() == 1 and other.dim() == 0:
@@ -107,7 +109,7 @@ class Arithmetic:
 
     def taken(self, differentiable: bool) -> Tensor:
         """The values that an operator takes: with 1 for what stands for no element, if its gradient is to be 0."""
-        return filled(self.values, self.layout, 1) if differentiable else self.values
+        return fill_outside(self.values, self.layout, 1) if differentiable else self.values
 
     __add__ = _of_two("__add__", torch.add)
     __radd__ = _of_two("__radd__", torch.add)
@@ -153,6 +155,9 @@ class Arithmetic:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """`torch.exp(x)` is `x.exp()`, for the functions of one element that there are; every other one raises."""
+        if func in _REFLECTED and not isinstance(args[0], cls):
+            # A compiler asks for the operator of a tensor on the left, also where it stands on the right.
+            return getattr(args[1], _REFLECTED[func])(args[0])
         name = getattr(func, "__name__", str(func))
         if args and isinstance(args[0], cls) and name in ELEMENTWISE:
             # Functions of `torch.nn.functional` hand their defaults on.
@@ -203,6 +208,42 @@ class Arithmetic:
         # The function may hold parameters of its own.
         values = self.taken(torch.is_grad_enabled() and self.values.is_floating_point())
         return replace(self, values=function(values))  # type: ignore[type-var]
+
+    def sum(self, dim: int = -1) -> Tensor:
+        """The sum of each row (`dim=-1`), `[..., M]`, or column (`dim=-2`), `[..., N]`; absent blocks are zeros.
+
+        It has this tensor's dtype and is added up in float32; that of integers and bool is int64, exact. It is
+        differentiable, and has the same bits in each run.
+
+        Raises:
+            ValueError: dim is another one.
+
+        Source: Schön and Tompits, blksprs (row-wise operations).
+
+        >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
+        >>> x.sum()[0].item(), x.mean()[0].item(), (x - 3).amax()[0].item()
+        (16.0, 0.5, -2.0)
+        """
+        return self._reduced("sum", dim, "sum")
+
+    def mean(self, dim: int = -1) -> Tensor:
+        """The mean of each row or column, absent blocks counted as zeros, as `sum`; of floats."""
+        check_floats("blocksparse.BlockSparseTensor.mean", "x", self.values)
+        return self._reduced("mean", dim, "sum") / self.layout.dense_shape[dim]
+
+    def amax(self, dim: int = -1) -> Tensor:
+        """The largest stored element of each row or column, as `sum`, in this tensor's dtype.
+
+        Absent blocks take no part, as in `softmax`: a row without blocks gives -inf, of integers the lowest number.
+        Elements that share the maximum share the gradient, as in `torch.amax`.
+        """
+        return self._reduced("amax", dim, "max")
+
+    def _reduced(self, name: str, dim: int, how: str) -> Tensor:
+        operator = f"blocksparse.BlockSparseTensor.{name}"
+        if self.values.is_floating_point():
+            check_floats(operator, "x", self.values)
+        return reduced(operator, self.values, self.layout, dim, how)
 
     def detach(self) -> Self:
         """The same blocks, cut from the autograd graph."""

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, Key, key_of
-from gossamer._core.ops import refuse_second, register, undispatched
+from gossamer._core.operator import register
 from gossamer.blocksparse._torch import attention as _cpu
-from gossamer.blocksparse.attention_path import empty_like
+from gossamer.blocksparse.attention_path import PATHS, choose_path, empty_like
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 from gossamer.blocksparse.relative import Relative, prepare
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
 
@@ -32,17 +33,18 @@ def attention(
     bias: Tensor | BlockSparseTensor | None = None,
     relative: Relative | Sequence[Relative] | None = None,
     causal: bool = False,
-    valid_lengths: Tensor | None = None,
+    lengths: Tensor | None = None,
     scale: float | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale + bias) v over the blocks of keys that a layout lists for each block of queries.
 
     Scores of absent blocks are never computed, nor is a matrix of scores kept; the backward pass computes them again.
-    It adds nothing in an order that could vary, so gradients are the same bits in each run. The last query is aligned
-    with the last key: query i is at the position i + Tk - Tq of keys, or with valid_lengths at i + max(valid_lengths[b]
-    - Tq, min(Tk - Tq, 0)): of Tq up to Tk queries none stands in front of the first key. A query that meets no key
-    gives zeros, a log-sum-exp of -inf, and gradients of zero.
+    It adds nothing in an order that could vary, so that gradients are the same bits in each run. The last query is
+    aligned with the last key: query i is at the position length - Tq + i, where length is Tk or lengths[b]. If a
+    sequence is shorter than that, its first query stands beside the first key, or Tq - Tk in front of it where Tq is
+    larger; queries at negative positions meet no key if causal. A query that meets no key gives zeros, a log-sum-exp of
+    -inf, and gradients of zero.
 
     Args:
         q: `[B, H, Tq, D]`, float, any strides, D up to 256. It, k and v may each be a `BlockSparseTensor`, whose absent
@@ -53,14 +55,14 @@ def attention(
             Patterns such as `sliding_window` say which elements of a block take part, and no others do.
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
-        mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or values of blocks `[capacity, height,
-            width]` in the order of the layout, or a `BlockSparseTensor` of this layout. Where one of mask and bias is
-            dense and the other holds blocks, the layout's blocks of the dense one are taken.
-        bias: added to the scores, float, differentiable, in the same three forms; on the GPU it is read in its dtype.
+        mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or a `BlockSparseTensor` of this layout.
+            Where one of mask and bias is dense and the other holds blocks, the layout's blocks of the dense one are
+            taken.
+        bias: added to the scores, float, differentiable, in the same two forms; on the GPU it is read in its dtype.
         relative: one or several `Relative`, tables by relative positions: what a query makes of them is added to its
             scores, before these are scaled. Differentiable in the tables. R numbers a query and term are kept.
         causal: whether a query meets no key behind its own position.
-        valid_lengths: int `[B]`: keys from there on take no part.
+        lengths: int `[B]`: keys from there on take no part.
         scale: of the scores; None takes D^-0.5.
         return_lse: whether to return the log-sum-exp of each query's scores too, float32 `[B, H, Tq]` (float64 for
             float64), differentiable.
@@ -81,10 +83,10 @@ def attention(
     torch.Size([1, 1, 32, 8])
     """
     q, k, v = (x.to_dense() if isinstance(x, BlockSparseTensor) else x for x in (q, k, v))
-    key = _key(q, k, v, layout, (mask, bias, relative, valid_lengths), causal, scale)
+    key = _key(q, k, v, layout, (mask, bias, relative, lengths), causal, scale)
     settings = _checked.get(key)
     if settings is not None:
-        given: tuple[Tensor | None, ...] = q, k, v, None, None, None, None
+        given: Any = q, k, v, None, None, None, None
     else:
         _check(q, k, v, layout)
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
@@ -94,15 +96,14 @@ def attention(
                 " Convert with .to(q.dtype)."
             )
         z = steps_of(layout, q.shape[0], q.shape[1])
-        mask, bias = (_stored(name, x, layout) for name, x in (("mask", mask), ("bias", bias)))
         extra = _extra(q, k, layout, mask, bias)
         queried, places = prepare(_NAME, q, k, relative)
-        valid_lengths, scale = _settings(q, valid_lengths, scale)
-        settings = *z, *layout.block_size, causal, scale
+        lengths, scale = _settings(q, lengths, scale)
+        settings = z, causal, scale
         _checked.keep(key, settings)
-        given = q, k, v, extra, queried, places, valid_lengths
-    lists = layout.row_offsets, layout.col_indices, layout.row_indices, layout.col_offsets, layout.transpose_order
-    out, lse = undispatched(_attention, *given)(*given, *lists, layout.positions, layout.elements, *settings)
+        given = q, k, v, extra, queried, places, lengths
+    given = *given, layout.buffer, layout.form, *settings
+    out, lse = _attention(BlocksparseAttention(*given))
     return (out, lse) if return_lse else out
 
 
@@ -120,31 +121,22 @@ def _key(
         wanted = torch.get_autocast_dtype(q.device.type)
         if not all(isinstance(x, Tensor) and x.dtype is wanted for x in (q, k, v)):
             return None
-    options = layout.shape, layout.block_size, layout.size, layout.device
+    options = layout.lead, layout.form, layout.device
     return key_of((q, k, v), options, (causal, scale))
 
 
-def _stored(name: str, x: Tensor | BlockSparseTensor | None, layout: Layout) -> Tensor | None:
-    """The values of a block-sparse mask or bias."""
-    if not isinstance(x, BlockSparseTensor):
-        return x
-    if not x.layout.is_same(layout):
-        raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
-    return x.values
-
-
-def _settings(q: Tensor, valid_lengths: Tensor | None, scale: float | None) -> tuple[Tensor | None, float]:
+def _settings(q: Tensor, lengths: Tensor | None, scale: float | None) -> tuple[Tensor | None, float]:
     """Lengths and scale as the operator takes them."""
-    if valid_lengths is not None:
-        checks.whole(_NAME, valid_lengths=valid_lengths)
-        checks.same_device(_NAME, "q", q.device, valid_lengths=valid_lengths)
-        checks.shape(_NAME, "valid_lengths", valid_lengths, (q.shape[0],), "[B]", "like q")
-        valid_lengths = valid_lengths.to(torch.int32)
+    if lengths is not None:
+        checks.whole(_NAME, lengths=lengths)
+        checks.same_device(_NAME, "q", q.device, lengths=lengths)
+        checks.shape(_NAME, "lengths", lengths, (q.shape[0],), "[B]", "like q")
+        lengths = lengths.to(torch.int32)
     if scale is None:
-        return valid_lengths, 1.0 if q.shape[-1] == 0 else q.shape[-1] ** -0.5
+        return lengths, 1.0 if q.shape[-1] == 0 else q.shape[-1] ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}. None takes D^-0.5.")
-    return valid_lengths, float(scale)
+    return lengths, float(scale)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
@@ -153,7 +145,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
         raise TypeError(
             f"{_NAME}: layout must be a Layout of blocksparse, got {type(layout).__name__}. Use Layout.from_mask."
         )
-    checks.same_device(_NAME, "q", q.device, k=k, v=v, layout=layout.positions)
+    checks.same_device(_NAME, "q", q.device, k=k, v=v, layout=layout.buffer)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
             f"{_NAME}: q and k must have shape [B, H, T, D], got {list(q.shape)} and {list(k.shape)}. "
@@ -178,7 +170,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
 
 def steps_of(layout: Layout, b: int, h: int) -> tuple[int, int]:
     """What a batch and a head step in the matrices of a layout whose leading dimensions broadcast to `[B, H]`."""
-    lead = layout.shape[:-2]
+    lead = layout.lead
     wide = (1,) * (2 - len(lead)) + tuple(lead)
     if len(wide) != 2 or wide[0] not in (1, b) or wide[1] not in (1, h):
         raise ValueError(
@@ -187,17 +179,15 @@ def steps_of(layout: Layout, b: int, h: int) -> tuple[int, int]:
     return (wide[1] if wide[0] > 1 else 0), int(wide[1] > 1)
 
 
-def _extra(q: Tensor, k: Tensor, layout: Layout, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """What is added to the scores or says which take part: `[1 or B, 1 or H, Tq, Tk]`, or the layout's blocks."""
-    checks.tensors(_NAME, mask=mask, bias=bias)
-    checks.same_device(_NAME, "q", q.device, mask=mask, bias=bias)
+def _extra(q: Tensor, k: Tensor, layout: Layout, given_mask: Any, given_bias: Any) -> Tensor | None:
+    """The bias, or the mask of scores that take part: `[1 or B, 1 or H, Tq, Tk]`, or the layout's blocks."""
+    mask, bias = (_shaped(q, k, layout, name, x) for name, x in (("mask", given_mask), ("bias", given_bias)))
     if mask is not None and mask.dtype is not torch.bool:
         raise TypeError(
             f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}. Give numbers as bias."
         )
     if bias is not None:
         checks.floating(_NAME, bias=bias)
-    mask, bias = (_shaped(q, k, layout, name, x) for name, x in (("mask", mask), ("bias", bias)))
     if mask is None or bias is None:
         return bias if mask is None else mask
     if mask.dim() > bias.dim():
@@ -209,7 +199,7 @@ def _extra(q: Tensor, k: Tensor, layout: Layout, mask: Tensor | None, bias: Tens
 
 def _blocks(layout: Layout, name: str, x: Tensor) -> Tensor:
     """The layout's blocks of a dense `[1 or B, 1 or H, Tq, Tk]`, beside something that holds blocks already."""
-    lead = (1,) * (4 - len(layout.shape)) + layout.shape[:-2]
+    lead = (1,) * (2 - len(layout.lead)) + layout.lead
     if any(n not in (1, m) for n, m in zip(x.shape, lead)):
         raise ValueError(
             f"{_NAME}: {name} must be the same wherever layout is, beside blocks, got leading dimensions "
@@ -218,75 +208,73 @@ def _blocks(layout: Layout, name: str, x: Tensor) -> Tensor:
     return from_dense(x.expand(*lead, -1, -1).reshape(layout.dense_shape), layout).values
 
 
-def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Tensor | None) -> Tensor | None:
-    if x is None or tuple(x.shape) == (layout.capacity, *layout.block_size):
-        return x
+def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Any) -> Tensor | None:
+    """A dense tensor in four dimensions, the values of a block-sparse one."""
+    if x is None:
+        return None
+    if isinstance(x, BlockSparseTensor):
+        if not x.layout.is_same(layout):
+            raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
+        return x.values
+    checks.tensors(_NAME, **{name: x})
+    checks.same_device(_NAME, "q", q.device, **{name: x})
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     wide = (1,) * (4 - x.dim()) + tuple(x.shape)
     if len(wide) != 4 or any(n not in (1, m) for n, m in zip(wide, full)):
         raise ValueError(
-            f"{_NAME}: {name} must broadcast to [B, H, Tq, Tk] = {list(full)}, or have shape [capacity, height, width] "
-            f"= {[layout.capacity, *layout.block_size]} like layout, got {list(x.shape)}."
+            f"{_NAME}: {name} must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(x.shape)}. Give blocks as a "
+            "BlockSparseTensor of the layout."
         )
     return x.reshape(wide).expand(*wide[:2], *full[2:])
 
 
-def _fake(q: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    lse = q.new_empty(q.shape[:-1], dtype=torch.promote_types(q.dtype, torch.float32))
-    return empty_like(q), lse
+def _fake(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
+    lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.promote_types(call.q.dtype, torch.float32))
+    return empty_like(call.q), lse
 
 
-def _fake_bwd(grad: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    q, k, v, *terms = rest[3:8]
-    grads = [empty_like(x) for x in (q, k, v)]
-    for x, wanted in zip(terms, rest[-2:]):
-        grads.append(x.new_empty(x.shape) if x is not None and wanted else q.new_empty(0))
+def _fake_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, ...]:
+    grads = [empty_like(x) for x in (call.q, call.k, call.v)]
+    for x, wanted in ((call.bias, call.with_bias), (call.relative, call.with_relative)):
+        grads.append(x.new_empty(x.shape) if x is not None and wanted else call.q.new_empty(0))
     return tuple(grads)
 
 
-def _context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.settings = inputs[14:]
-    ctx.save_for_backward(*inputs[:14], *output)
-    ctx.set_materialize_grads(False)
-
-
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    refuse_second(_NAME)
-    *tensors, out, lse = ctx.saved_tensors
-    if grad is None and grad_lse is None:
-        return (None,) * 20
+def _backward(call: BlocksparseAttention, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    (out, lse), (grad, grad_lse) = kept, grads
     grad = torch.zeros_like(out) if grad is None else grad
-    call = undispatched(_attention_bwd, grad, grad_lse, *tensors[:3])
-    asked = ctx.needs_input_grad[3:5]
-    *grads, dbias, drelative = call(grad, grad_lse, out, lse, *tensors, *ctx.settings, *asked)
-    return *grads, dbias if asked[0] else None, drelative if asked[1] else None, *(None,) * 15
+    made = _attention_bwd(BlocksparseAttentionBwd(grad, grad_lse, out, lse, *call, needs.bias, needs.relative))
+    wanted = {"bias": needs.bias, "relative": needs.relative}
+    names = ("q", "k", "v", "bias", "relative")
+    return {name: grad for name, grad in zip(names, made) if wanted.get(name, True)}
 
 
-def _launcher_bwd() -> Any:
+@register(
+    BlocksparseAttention,
+    cpu=_cpu.attention,
+    fake=_fake,
+    choose_path=choose_path,
+    paths=PATHS,
+    backward=_backward,
+    saved=("q", "k", "v", "bias", "relative", "places", "lengths", "layout"),
+    keep=lambda call, results: results,
+    once_differentiable=_NAME,
+)
+def _attention() -> Any:
+    from gossamer.blocksparse._triton.attention import attention
+
+    return attention
+
+
+@register(
+    BlocksparseAttentionBwd,
+    cpu=_cpu.attention_bwd,
+    fake=_fake_bwd,
+    choose_path=choose_path,
+    paths=PATHS,
+    once_differentiable=_NAME,
+)
+def _attention_bwd() -> Any:
     from gossamer.blocksparse._triton.attention_backward import attention_bwd
 
     return attention_bwd
-
-
-_OPERANDS = (
-    "Tensor q, Tensor k, Tensor v, Tensor? bias, Tensor? relative, Tensor? places, Tensor? lengths, "
-    "Tensor row_offsets, Tensor col_indices, Tensor row_indices, Tensor col_offsets, Tensor transpose_order, "
-    "Tensor positions, Tensor? elements, int z_batch, int z_head, int height, int width, bool causal, float scale"
-)
-_attention = register(
-    f"blocksparse_attention({_OPERANDS}) -> (Tensor, Tensor)",
-    cpu=_cpu.attention,
-    strided=("q", "k", "v", "bias"),
-    fake=_fake,
-    setup_context=_context,
-    backward=_backward,
-)
-_attention_bwd = register(
-    f"blocksparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor out, Tensor lse, {_OPERANDS}, bool with_bias, "
-    "bool with_relative) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu.attention_bwd,
-    strided=("grad", "out", "q", "k", "v", "bias"),
-    gpu=_launcher_bwd,
-    fake=_fake_bwd,
-    once_differentiable=_NAME,
-)

@@ -1,4 +1,4 @@
-"""How `blocksparse.attention` goes about it on a GPU, chosen by what the host knows."""
+"""The path of a block-sparse attention on a GPU, chosen by what the host knows."""
 
 from __future__ import annotations
 
@@ -10,8 +10,15 @@ from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
+from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
-Path = Literal["hopper", "split", "tiles"]
+Path = Literal["split", "hopper", "tiles"]
+PATHS: dict[Path, str] = {
+    "split": "so few queries that programs are left: the keys of each query are cut among several programs",
+    "hopper": "16 bits on Hopper, heads of up to 128 columns, a multiple of 8, blocks from 64 on, a positive scale and "
+    "nothing added to the scores: kernels that the copy engine feeds",
+    "tiles": "all other calls: tiles of queries that walk their lists of keys",
+}
 
 
 @dataclass(frozen=True)
@@ -46,32 +53,34 @@ class Problem:
         return -(-self.tk // self.block[1])
 
 
-def problem_of(
-    q: Tensor, k: Tensor, z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float
-) -> Problem:
+def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
     """The problem of an operator's arguments."""
-    (b, h, tq, d), (_, hk, tk, _) = q.shape, k.shape
-    return Problem(b, h, max(hk, 1), tq, tk, d, (z_batch > 0, z_head > 0), (height, width), causal, scale)
+    (b, h, tq, d), (_, hk, tk, _), (height, width) = call.q.shape, call.k.shape, call.form[3:5]
+    own = call.own[0] > 0, call.own[1] > 0
+    return Problem(b, h, max(hk, 1), tq, tk, d, own, (height, width), call.causal, call.scale)
 
 
-def choose_path(problem: Problem, dtype: torch.dtype, device: torch.device, plain: bool) -> Path:
-    """How the GPU goes about it.
+def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Path:
+    """One of `PATHS`."""
+    plain = call.bias is None and call.relative is None
+    return path_for(problem_of(call), call.q.dtype, call.q.device, plain)
 
-    "split" cuts the keys of few queries among programs, and joins what these find. "hopper" has kernels of its own for
-    16-bit heads of up to 128 columns, a multiple of 8, in blocks from 64 on, where nothing is added to the scores
-    (`plain`) and their scale is positive. "tiles" takes the rest.
-    """
+
+def path_for(problem: Problem, dtype: torch.dtype, device: torch.device, plain: bool) -> Path:
+    """The path of a problem, to whose scores nothing is added if it is `plain`."""
     if splits_of(problem, device) > 1:
         return "split"
-    return "hopper" if on_hopper(problem, dtype, device, plain) else "tiles"
-
-
-def on_hopper(problem: Problem, dtype: torch.dtype, device: torch.device, plain: bool) -> bool:
-    """Whether the kernels written for Hopper can do it."""
     half = dtype in (torch.float16, torch.bfloat16)
     fits = problem.d % 8 == 0 and 0 < problem.d <= 128 and min(problem.block) >= 64 and problem.tk > 0
     # A running maximum is kept of scores that are not yet scaled.
-    return plain and half and fits and problem.scale > 0 and not INTERPRET and tuning.hopper(device)
+    fits = fits and plain and half and problem.scale > 0
+    return "hopper" if fits and not INTERPRET and tuning.hopper(device) else "tiles"
+
+
+def first_key(limits: Tensor, tq: int, tk: int) -> Tensor:
+    """The position of the first query, where keys end at `limits`: the last query is aligned with the last key, but of
+    up to Tk queries none stands in front of the first key, and of more Tq - Tk."""
+    return (limits - tq).clamp(min=min(tk - tq, 0))
 
 
 def empty_like(x: Tensor) -> Tensor:

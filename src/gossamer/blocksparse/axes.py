@@ -114,30 +114,21 @@ def part(total: int, start: int, length: int) -> Axis:
     return Axis(length, lambda device: torch.arange(start, start + length, device=device), inverse, start)
 
 
-def repeated(length: int, times: int) -> Axis:
-    """All of it, several times."""
+def repeated(length: int, times: int, interleave: bool = False) -> Axis:
+    """All of it several times, or each several times."""
     if times == 1:
         return whole(length)
-    return Axis(
-        length * times,
-        lambda device: torch.arange(length, device=device).repeat(times),
-        lambda device: torch.arange(length * times, device=device).view(times, length),
-        length,
-        times,
-    )
 
+    def forward(device: torch.device) -> Tensor:
+        if interleave:
+            return torch.arange(length * times, device=device) // times
+        return torch.arange(length, device=device).repeat(times)
 
-def interleaved(length: int, times: int) -> Axis:
-    """Each several times."""
-    if times == 1:
-        return whole(length)
-    return Axis(
-        length * times,
-        lambda device: torch.arange(length * times, device=device) // times,
-        lambda device: torch.arange(length * times, device=device).view(length, times).t(),
-        1,
-        times,
-    )
+    def inverse(device: torch.device) -> Tensor:
+        at = torch.arange(length * times, device=device)
+        return at.view(length, times).t() if interleave else at.view(times, length)
+
+    return Axis(length * times, forward, inverse, 1 if interleave else length, times)
 
 
 def joined(lengths: Sequence[int], block: int) -> Axis:
@@ -185,19 +176,26 @@ def along(lead: Sequence[int], dim: int, axis: Axis) -> Axis:
     return Axis(math.prod(result), forwards, inverses, 1, axis.copies)
 
 
-def tiled(lead: Sequence[int], times: Sequence[int]) -> Axis:
+def tiled(lead: Sequence[int], times: Sequence[int], interleave: bool) -> Axis:
     """Leading dimensions of which each is repeated, for matrices counted through."""
-    if all(t == 1 for t in times):
-        return whole(math.prod(lead))
-    number, copies = math.prod(lead) * math.prod(times), math.prod(times)
+    axis = whole(math.prod(lead))
+    for dim, count in enumerate(times):
+        if count != 1:
+            shape = [size * t if k < dim else size for k, (size, t) in enumerate(zip(lead, times))]
+            axis = then(axis, along(shape, dim, repeated(shape[dim], count, interleave)))
+    return axis
 
-    def forward(device: torch.device) -> Tensor:
-        return torch.arange(math.prod(lead), device=device).view(*lead).repeat(*times).reshape(-1)
 
-    def inverse(device: torch.device) -> Tensor:
-        pairs = [size for pair in zip(times, lead) for size in pair]
-        numbers = torch.arange(number, device=device).view(pairs)
-        dims = len(lead)
-        return numbers.permute(*range(0, 2 * dims, 2), *range(1, 2 * dims, 2)).reshape(copies, -1)
-
-    return Axis(number, forward, inverse, 1, copies)
+def then(first: Axis, second: Axis) -> Axis:
+    """One axis after another, of matrices."""
+    if first.forward is None or second.forward is None:
+        return second if first.forward is None else first
+    (forward, inverse), (later, back) = (first.forward, first.inverse), (second.forward, second.inverse)
+    assert inverse is not None and back is not None
+    return Axis(
+        second.length,
+        lambda device: forward(device)[later(device)],
+        lambda device: torch.cat([back(device)[:, at] for at in inverse(device)]),
+        1,
+        first.copies * second.copies,
+    )

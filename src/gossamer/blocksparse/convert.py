@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.blocksparse._torch.tensor import lost
 from gossamer.blocksparse.elements import of_rule, starts_of
 from gossamer.blocksparse.layout import Layout, check_block_size, check_layouts, grid_of
+from gossamer.blocksparse.lists import lost
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def from_block_mask(mask: BlockMask, *, elements: bool = True, capacity: int | N
         count, room = torch.stack([present.sum(), cut.sum()]).tolist()
         capacity, filled = max(count, 1), count > 0
     layout = Layout.from_mask(present, block, size=(m, n), capacity=capacity)
-    return replace(layout, filled=filled, elements=of_rule(layout, cut, min(room, capacity), rule))
+    return replace(of_rule(layout, cut, min(room, capacity), rule), filled=filled)
 
 
 def _listed(counts: Tensor, indices: Tensor, grid: tuple[int, int]) -> Tensor:

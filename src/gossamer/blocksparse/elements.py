@@ -1,18 +1,23 @@
-"""Which elements of a layout's blocks take part: bits of the blocks that are cut, and where each block's bits stand.
+"""Which elements of a layout's blocks take part: bits of the blocks that are cut, and the offset of each block's bits.
 
-A buffer of elements is int32 `[capacity + P * words]`. Its first numbers say for each block where its words begin in
-the buffer, 0 where every element takes part. A cut block has `height` lines of `ceil(width / 32)` words: bit j of word
-w of a line is the element in column 32 w + j. Behind them stand the same bits of the transposed block, so that kernels
-that own keys read whole lines as well.
+`Lists.elements` begins with an offset for each block, where its words begin, 0 where every element takes part. A cut
+block has `height` lines of `ceil(width / 32)` words: bit j of word w of a line is the element in column 32 w + j.
+Behind them stand the same bits of the transposed block, for kernels that own keys. The buffer of a layout stores
+`[offsets | offsets for the transposed | words of the block, of the transposed block, and of the block once more]`, so
+that the transposed layout reads its own words behind offsets of its own.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+from gossamer.blocksparse.lists import aligned
 
 if TYPE_CHECKING:
     from gossamer.blocksparse.layout import Layout
@@ -23,10 +28,14 @@ _CHUNK = 1 << 22
 """Elements that are looked at together."""
 
 
+def own_words(block: tuple[int, int]) -> int:
+    """Words of the lines of a block."""
+    return block[0] * -(-block[1] // 32)
+
+
 def words_of(block: tuple[int, int]) -> int:
-    """Words of a cut block."""
-    (height, width) = block
-    return height * -(-width // 32) + width * -(-height // 32)
+    """Words of a cut block and of its transpose."""
+    return own_words(block) + own_words(block[::-1])
 
 
 def pack(inside: Tensor) -> Tensor:
@@ -44,102 +53,91 @@ def _lines(inside: Tensor) -> Tensor:
 def unpack(words: Tensor, block: tuple[int, int]) -> Tensor:
     """int32 `[P, words]` -> bool `[P, height, width]`."""
     height, width = block
-    lines = words[:, : height * -(-width // 32)].view(-1, height, -(-width // 32), 1)
+    lines = words[:, : own_words(block)].view(-1, height, -(-width // 32), 1)
     bits = lines >> torch.arange(32, dtype=torch.int32, device=words.device) & 1
     return bits.flatten(2)[:, :, :width] != 0
 
 
-def build(cut: Tensor, room: int, block: tuple[int, int], words: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """The buffer of a layout whose blocks `cut`, bool `[capacity]`, are cut, at most `room` of them; None of none.
-    `words` makes those of some blocks, by their numbers."""
-    capacity, size = cut.shape[0], words_of(block)
+def with_elements(layout: Layout, grid: Tensor, room: int, words: Callable[[Tensor], Tensor]) -> Layout:
+    """A new layout with the words of its cut blocks: of those that `grid`, bool `[..., rows, cols]`, names, at most
+    `room`. `words` makes those of some blocks, by their numbers."""
+    lists, block = layout.lists, layout.block_size
+    (capacity, own), stored = (layout.capacity, own_words(block)), own_words(block) + words_of(block)
     if room == 0:
-        return None
-    if capacity + room * size >= 1 << 31:
+        return layout
+    assert not layout.form.turned and not layout.form.cut
+    head = aligned(capacity)
+    if 2 * head + room * stored >= 1 << 31:
         raise ValueError(
-            f"blocksparse.Layout: the elements of at most {(1 << 31) // size} cut blocks can be stored, got {room}. "
+            f"blocksparse.Layout: the elements of at most {(1 << 31) // stored} cut blocks can be stored, got {room}. "
             "Use larger blocks, or elements=False for whole ones."
         )
+    row_indices = lists.row_indices
+    at = row_indices.long() * layout.cols + lists.col_indices
+    cut = row_indices < 0 if grid.numel() == 0 else grid.reshape(-1)[at.clamp(min=0)] & (row_indices >= 0)
     slot = cut.cumsum(0) - 1
     number = torch.arange(capacity, device=cut.device)
     listed = number.new_zeros(room + 1).scatter(0, torch.where(cut, slot.clamp(max=room), room), number)[:room]
-    step = max(1, _CHUNK // (block[0] * block[1]))
-    parts = [words(some).flatten() for some in listed.split(step)]
-    starts = torch.where(cut, capacity + slot * size, 0).to(torch.int32)
-    return torch.cat([starts, *parts])
+    parts = []
+    for some in listed.split(max(1, _CHUNK // (block[0] * block[1]))):
+        made = words(some)
+        parts.append(torch.cat([made, made[:, :own]], 1).flatten())
+    offsets = torch.where(cut, 2 * head + slot * stored, 0).to(torch.int32)
+    order = lists.transpose_order
+    turned = torch.where(order < 0, 0, offsets[order.long().clamp(min=0)])
+    turned = torch.where(turned > 0, turned - head + own, 0)
+    padded = [torch.nn.functional.pad(x, (0, head - capacity)) for x in (offsets, turned)]
+    buffer = torch.cat([layout.buffer, *padded, *parts])
+    return replace(layout, buffer=buffer, form=layout.form._replace(cut=room))
 
 
-def of_rule(layout: Layout, cut: Tensor, room: int, rule: Rule) -> Tensor | None:
-    """The buffer of a layout of which `cut`, bool `[..., rows, cols]`, are the blocks that a rule may cut."""
-    (height, width), rows, device = layout.block_size, max(layout.rows, 1), layout.device
+def of_rule(layout: Layout, cut: Tensor, room: int, rule: Rule) -> Layout:
+    """A layout with the elements of which `cut`, bool `[..., rows, cols]`, are the blocks that a rule may cut."""
+    lists, (height, width), rows, device = layout.lists, layout.block_size, max(layout.rows, 1), layout.device
 
     def words(number: Tensor) -> Tensor:
-        line, column = layout.row_indices[number].long().clamp(min=0), layout.col_indices[number].long().clamp(min=0)
+        line, column = (part[number].long().clamp(min=0) for part in (lists.row_indices, lists.col_indices))
         row = (line % rows * height)[:, None] + torch.arange(height, device=device)
         key = (column * width)[:, None] + torch.arange(width, device=device)
         inside = rule((line // rows)[:, None, None], row[:, :, None], key[:, None, :])
         return pack(inside.expand(len(number), height, width))
 
-    return build(_at_blocks(layout, cut), room, layout.block_size, words)
-
-
-def _at_blocks(layout: Layout, grid: Tensor) -> Tensor:
-    """Bool `[capacity]`: what a grid `[..., rows, cols]` says of each block."""
-    at = layout.row_indices.long() * layout.cols + layout.col_indices
-    if grid.numel() == 0:
-        return torch.zeros_like(at, dtype=torch.bool)
-    return grid.reshape(-1)[at.clamp(min=0)] & (layout.row_indices >= 0)
+    return with_elements(layout, cut, room, words)
 
 
 def starts_of(layout: Layout) -> Tensor:
     """int32 `[..., rows, cols]`: where the words of each block begin; 0 of a whole block, -1 of an absent one."""
-    number = layout.positions.view(layout.shape).clamp(max=layout.capacity - 1)
-    if layout.elements is None:
-        return number.clamp(max=0)
-    return torch.where(number < 0, -1, layout.elements[number.clamp(min=0)])
+    number, elements = layout.positions.view(layout.shape).clamp(max=layout.capacity - 1), layout.elements
+    return number.clamp(max=0) if elements is None else torch.where(number < 0, -1, elements[number.clamp(min=0)])
 
 
-def joined(layout: Layout, cut: Tensor, room: int, operands: tuple[Layout, ...], union: bool) -> Tensor | None:
-    """The buffer of a union or an intersection, of which `cut` are the blocks that it may cut."""
-    block, size = layout.block_size, words_of(layout.block_size)
+def joined(layout: Layout, cut: Tensor, room: int, operands: tuple[Layout, ...], union: bool) -> Layout:
+    """A union or an intersection with its elements, of which `cut` are the blocks that it may cut."""
+    size, lists = words_of(layout.block_size), layout.lists
     tables = [(starts_of(operand).expand(layout.shape).reshape(-1), operand.elements) for operand in operands]
 
+    def of(start: Tensor, elements: Tensor | None) -> Tensor:
+        # All bits, also those beyond the width of a narrow block, which nothing reads.
+        own = torch.where(start < 0, 0, -1).to(torch.int32).expand(-1, size)
+        if elements is None:
+            return own
+        stored = elements[(start + torch.arange(size, device=start.device)).clamp(0, elements.shape[0] - 1)]
+        return torch.where(start > 0, stored, own)
+
     def words(number: Tensor) -> Tensor:
-        at = (layout.row_indices[number].long() * layout.cols + layout.col_indices[number]).clamp(min=0)
-        found = None
-        for starts, elements in tables:
-            start = starts[at][:, None].long()
-            # All bits, also those beyond the width of a narrow block, which nothing reads.
-            own = torch.where(start < 0, 0, -1).to(torch.int32).expand(-1, size)
-            if elements is not None:
-                stored = elements[(start + torch.arange(size, device=at.device)).clamp(0, elements.shape[0] - 1)]
-                own = torch.where(start > 0, stored, own)
-            found = own if found is None else found | own if union else found & own
-        assert found is not None
-        return found
+        at = (lists.row_indices[number].long() * layout.cols + lists.col_indices[number]).clamp(min=0)
+        join = torch.bitwise_or if union else torch.bitwise_and
+        return functools.reduce(join, [of(starts[at][:, None].long(), elements) for starts, elements in tables])
 
-    return build(_at_blocks(layout, cut), room, block, words)
-
-
-def transposed(layout: Layout) -> Tensor | None:
-    """The buffer of the transposed layout: its blocks in their own order, their bits with both halves exchanged."""
-    if layout.elements is None:
-        return None
-    (height, width), capacity = layout.block_size, layout.capacity
-    order = layout.transpose_order.long().clamp(min=0)
-    starts = torch.where(layout.transpose_order < 0, 0, layout.elements[order])
-    words = layout.elements[capacity:].view(-1, words_of(layout.block_size))
-    own = height * -(-width // 32)
-    return torch.cat([starts, torch.cat([words[:, own:], words[:, :own]], 1).flatten()])
+    return with_elements(layout, cut, room, words)
 
 
 def to_dense(layout: Layout) -> Tensor:
     """Bool `[Z * rows, cols, height, width]`: which elements take part."""
-    block, grid = layout.block_size, starts_of(layout).view(-1, layout.cols)
+    block, grid, elements = layout.block_size, starts_of(layout).view(-1, layout.cols), layout.elements
     inside = (grid >= 0)[:, :, None, None].expand(*grid.shape, *block)
-    if layout.elements is None:
+    if elements is None:
         return inside
     at = grid.clamp(min=0).long()[:, :, None] + torch.arange(words_of(block), device=grid.device)
-    at = at.clamp(max=layout.elements.shape[0] - 1)
-    bits = unpack(layout.elements[at].flatten(0, 1), block).view(*grid.shape, *block)
+    bits = unpack(elements[at.clamp(max=elements.shape[0] - 1)].flatten(0, 1), block).view(*grid.shape, *block)
     return torch.where((grid > 0)[:, :, None, None], bits, inside)

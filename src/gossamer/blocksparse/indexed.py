@@ -1,4 +1,4 @@
-"""What gather and scatter share: the two operators, each of which is a part of the other's gradient."""
+"""The two operators of gather and scatter, each of which is a part of the other's gradient."""
 
 from __future__ import annotations
 
@@ -11,46 +11,41 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import refuse_second, register, undispatched
-from gossamer.blocksparse._torch.gather import gather as _gather_cpu
-from gossamer.blocksparse._torch.gather import reach as _reach_cpu
-from gossamer.blocksparse._torch.scatter_reduce import scatter_reduce as _scatter_cpu
+from gossamer._core.operator import register
+from gossamer._core.ops import refuse_second
+from gossamer.blocksparse._torch import gather as _gather_cpu
+from gossamer.blocksparse._torch import scatter_reduce as _scatter_cpu
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.lists import Form, Lists
+from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce
+from gossamer.blocksparse.scatter_path import PATHS, choose_path
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
-
-_LAYOUTS = (
-    "Tensor nnz, Tensor row_indices, Tensor col_indices, Tensor positions, Tensor index, Tensor index_nnz, "
-    "Tensor index_rows, Tensor index_cols, Tensor index_row_offsets, Tensor index_col_offsets, Tensor index_order, "
-    "Tensor index_positions, Tensor row_offsets, Tensor col_offsets, Tensor order, SymInt[] sizes"
-)
 
 
 @dataclass(frozen=True)
 class Indexed:
-    """Blocks of indices into the matrices of a layout, as the operators take them.
+    """Blocks of indices into the matrices of a layout.
 
     Args:
-        parts: the layout's nnz, row and column indices and positions; the indices, and their layout's nnz, row and
-            column indices, row and column offsets, transpose order and positions; the layout's row and column offsets
-            and transpose order.
-        sizes: axis (0 a leading dimension, 1 rows, 2 columns); the product of the leading dimensions behind it, its
-            length in index and in the layout; rows and columns of index, and of the layout, in elements.
+        index: values of the indices; `at` holds the buffer and the form of the layout that they point into, those of
+            their own layout, and the `Axis`.
     """
 
-    parts: tuple[Tensor, ...]
-    sizes: list[int]
+    index: Tensor
+    at: Any
 
     def gather(self, values: Tensor, strict: bool = False) -> Tensor:
         """Blocks of index's layout: the elements that the indices find in values, 0 for none. An index out of range
         is none, or an error with `strict`, which a GPU shows as NaN."""
-        return undispatched(_gather, values, self.parts[4])(values, *self.parts, self.sizes, strict)
+        call = BlocksparseGather(values, self.index, *self.at, strict)  # type: ignore[call-arg]
+        return _gather(call)
 
     def scatter(
         self, given: Tensor | None, src: Tensor | None, reduce: str, include_self: bool, dtype: torch.dtype
     ) -> Tensor:
         """Blocks of the layout: `src`, aligned with index, or ones if None, joined with what is given, or zeros."""
-        call = undispatched(_scatter, given, src, self.parts[4])
-        return call(given, src, *self.parts, self.sizes, reduce, include_self, dtype)
+        options: Any = reduce, include_self, dtype
+        return _scatter(BlocksparseScatterReduce(given, src, self.index, *self.at, *options))
 
     def count(self) -> Tensor:
         """int32 blocks of the layout: how many indices point at each element."""
@@ -58,18 +53,18 @@ class Indexed:
 
     def order(self) -> Tensor:
         """int32 blocks of index's layout: each element's place along the dimension, from 1 on."""
-        axis, inner, d_index, _, m_index, *_ = self.sizes
-        index, _, rows, cols = self.parts[4:8]
-        _, height, width = index.shape
-        grid_rows = max(-(-m_index // height), 1)
+        _, _, buffer, form, (axis, inner, d_index, _) = self.at
+        names, device = Lists(buffer, form), self.index.device
+        _, grid_rows, _, height, width, *_ = names.form
+        rows, grid_rows = names.row_indices, max(grid_rows, 1)
         if axis == 0:
             # Sizes of 0 have no blocks, but a slot that is nobody's.
             place = (rows // max(grid_rows * inner, 1) % max(d_index, 1))[:, None, None]
         elif axis == 1:
-            place = ((rows % grid_rows * height)[:, None] + torch.arange(height, device=rows.device))[:, :, None]
+            place = ((rows % grid_rows * height)[:, None] + torch.arange(height, device=device))[:, :, None]
         else:
-            place = ((cols * width)[:, None] + torch.arange(width, device=rows.device))[:, None, :]
-        return (place + 1).int().expand(index.shape)
+            place = ((names.col_indices * width)[:, None] + torch.arange(width, device=device))[:, None, :]
+        return (place + 1).int().expand(self.index.shape)
 
 
 def indexed(operator: str, layout: Layout, dim: int, index: BlockSparseTensor) -> Indexed:
@@ -81,7 +76,7 @@ def indexed(operator: str, layout: Layout, dim: int, index: BlockSparseTensor) -
     if other.block_size != layout.block_size:
         raise ValueError(
             f"{operator}: index must have blocks of {layout.block_size[0]} x {layout.block_size[1]} like input, got "
-            f"{other.block_size[0]} x {other.block_size[1]}. Use adapt_layout."
+            f"{other.block_size[0]} x {other.block_size[1]}. Use blocksparse.adapt."
         )
     lead, lead_index = layout.dense_shape, other.dense_shape
     fits = len(lead) == len(lead_index) and all(
@@ -92,34 +87,40 @@ def indexed(operator: str, layout: Layout, dim: int, index: BlockSparseTensor) -
             f"{operator}: but for dim {dim} index must have the leading dimensions of input, and at most its rows and "
             f"columns; input is {list(lead)}, index {list(lead_index)}."
         )
-    parts = (
-        *layout.places,
-        index.values,
-        other.row_offsets[-1:],
-        other.row_indices,
-        other.col_indices,
-        other.row_offsets,
-        other.col_offsets,
-        other.transpose_order,
-        other.positions,
-        layout.row_offsets,
-        layout.col_offsets,
-        layout.transpose_order,
-    )
-    return Indexed(parts, [*_axis(dim, lead, lead_index), *other.size, *layout.size])
+    along = _axis(dim, lead, lead_index)
+    return Indexed(index.values, (layout.buffer, layout.form, other.buffer, other.form, along))
 
 
-def layout_of(indices: BlockSparseTensor, dim: int, size: int, capacity: int | None) -> Layout:
-    """`Layout.from_indices`."""
-    operator = "blocksparse.Layout.from_indices"
+def layout_of_indices(indices: BlockSparseTensor, dim: int, size: int, *, capacity: int | None = None) -> Layout:
+    """The layout that a gather reads, and a scatter writes: the blocks with elements that indices name.
+
+    Args:
+        indices: `[..., M, N]`, int32 or int64; an index out of range names nothing.
+        dim: the dimension along which they point, a leading one too.
+        size: of that dimension; the others are those of indices.
+        capacity: as in `Layout.from_mask`.
+
+    Raises:
+        ValueError: dim is none of the dimensions, or size is below 1.
+        TypeError: indices are not int32 or int64.
+        NotImplementedError: `capacity=None` under CUDA-graph capture.
+
+    Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
+
+    >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1).bool(), 16))
+    >>> layout_of_indices(indices, -1, 64).to_dense().tolist()
+    [[False, False, True, False]]
+    """
+    operator = "blocksparse.layout_of_indices"
     dim = _check_index(operator, "indices", indices, len(indices.shape), dim)
     checks.positive(operator, "size", size, "It is the size of the dimension into which indices point.")
     layout, shape = indices.layout, list(indices.shape)
     shape[dim] = size
-    sizes = [*_axis(dim, shape, indices.shape), *layout.size, *shape[-2:], math.prod(shape[:-2])]
-    mask = _reach(indices.values, *layout.places[:3], sizes)
-    mask = mask.view(*shape[:-2], *mask.shape[1:])
-    return Layout.from_mask(mask, layout.block_size, size=(shape[-2], shape[-1]), capacity=capacity)
+    (*lead, m, n), (height, width) = shape, layout.block_size
+    along = _axis(dim, shape, indices.shape)
+    target = Form(math.prod(lead), -(-m // height), -(-n // width), height, width, m, n, 0)
+    mask = _reach(BlocksparseGatherReach(indices.values, layout.buffer, layout.form, along, target))
+    return Layout.from_mask(mask.view(*lead, *mask.shape[1:]), layout.block_size, size=(m, n), capacity=capacity)
 
 
 def _check_index(operator: str, name: str, index: Any, dims: int, dim: int) -> int:
@@ -131,45 +132,39 @@ def _check_index(operator: str, name: str, index: Any, dims: int, dim: int) -> i
     return dim % dims
 
 
-def _axis(dim: int, shape: Sequence[int], index_shape: Sequence[int]) -> list[int]:
-    """axis, the product of the leading dimensions behind it, and its length in index and in what it points into."""
+def _axis(dim: int, shape: Sequence[int], index_shape: Sequence[int]) -> Axis:
     axis = max(0, dim - (len(shape) - 3))
-    return [axis, math.prod(shape[dim + 1 : -2]), index_shape[dim], shape[dim]] if axis == 0 else [axis, 1, 1, 1]
+    return Axis(axis) if axis else Axis(0, math.prod(shape[dim + 1 : -2]), index_shape[dim], shape[dim])
 
 
-def _keep_gather(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:16])
-    ctx.sizes = list(inputs[16])
+def _back(call: Any) -> Indexed:
+    return Indexed(call.index, (call.layout, call.form, call.index_layout, call.index_form, call.axis))
 
 
-def _gather_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    back = Indexed(tuple(ctx.saved_tensors), ctx.sizes)
-    return (back.scatter(None, grad, "sum", True, grad.dtype), *[None] * 17)
+def _gather_backward(call: BlocksparseGather, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    return {"values": _back(call).scatter(None, grads[0], "sum", True, grads[0].dtype)}
 
 
-def _keep_scatter(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    given, src, *parts, _, ctx.reduce, ctx.include_self, _ = inputs
-    ctx.sizes = list(inputs[17])
-    kept = (given, src, output) if ctx.reduce in ("prod", "amax", "amin") else (None, None, None)
-    ctx.save_for_backward(*parts, *kept)
-    ctx.dtypes = [None if t is None else t.dtype for t in (given, src)]
+def _keep_scatter(call: BlocksparseScatterReduce, out: Tensor) -> tuple[Any, ...]:
+    needed = call.reduce in ("prod", "amax", "amin")
+    dtypes = [None if t is None else t.dtype for t in (call.given, call.src)]
+    return (*((call.given, call.src, out) if needed else (None, None, None)), dtypes)
 
 
-def _scatter_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    *parts, given, src, out = ctx.saved_tensors
-    back = Indexed(tuple(parts), ctx.sizes)
-    grads: tuple[Tensor | None, Tensor]
-    if ctx.reduce == "last":
-        grads = _last_backward(back, grad)
-    elif ctx.reduce == "sum":
-        kept = grad if ctx.include_self else torch.where(back.count() == 0, grad, 0)
-        grads = kept, back.gather(grad)
-    elif ctx.reduce == "prod":
-        grads = _product_backward(back, ctx.include_self, grad, given, src, out)
+def _scatter_backward(call: BlocksparseScatterReduce, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    (grad,), back, (given, src, out, dtypes) = grads, _back(call), kept
+    found: tuple[Tensor | None, Tensor]
+    if call.reduce == "last":
+        found = _last_backward(back, grad)
+    elif call.reduce == "sum":
+        own = grad if call.include_self else torch.where(back.count() == 0, grad, 0)
+        found = own, back.gather(grad)
+    elif call.reduce == "prod":
+        found = _product_backward(back, call.include_self, grad, given, src, out)
     else:
-        grads = _extremum_backward(back, ctx.include_self, grad, given, src, out)
-    wanted = zip(grads, ctx.dtypes, ctx.needs_input_grad)
-    return (*[g.to(dtype) if needed and g is not None else None for g, dtype, needed in wanted], *[None] * 19)
+        found = _extremum_backward(back, call.include_self, grad, given, src, out)
+    wanted = zip(("given", "src"), found, dtypes)
+    return {name: g.to(dtype) for name, g, dtype in wanted if getattr(needs, name) and g is not None}
 
 
 def _last_backward(back: Indexed, grad: Tensor) -> tuple[Tensor, Tensor]:
@@ -200,7 +195,7 @@ def _product_backward(
     back: Indexed, include_self: bool, grad: Tensor, given: Tensor | None, src: Tensor, out: Tensor
 ) -> tuple[Tensor | None, Tensor]:
     """What a factor is multiplied by: the product divided by it, or without it where it is the only zero."""
-    refuse_second("blocksparse.scatter_reduce")
+    refuse_second("blocksparse.scatter")
     wide = torch.promote_types(out.dtype, torch.float32)
     grad, out = grad.to(wide), out.to(wide)
     zero = src == 0
@@ -218,30 +213,49 @@ def _product_backward(
     return kept, torch.where(entry, torch.where(alone, back.gather(grad * others), divided), 0)
 
 
-def _fake_scatter(given: Tensor | None, src: Tensor | None, *rest: Any) -> Tensor:
-    return rest[4].new_empty(rest[1].shape[0], *rest[4].shape[1:], dtype=rest[-1])
+_INDEXED = ("index", "layout", "index_layout")
 
 
-_gather = register(
-    f"blocksparse_gather(Tensor values, {_LAYOUTS}, bool strict) -> Tensor",
-    cpu=_gather_cpu,
-    fake=lambda values, *rest: values.new_empty(rest[4].shape),
-    setup_context=_keep_gather,
+@register(
+    BlocksparseGather,
+    cpu=_gather_cpu.gather,
+    fake=lambda call: call.values.new_empty(call.index.shape),
     backward=_gather_backward,
+    saved=_INDEXED,
 )
-_scatter = register(
-    f"blocksparse_scatter_reduce(Tensor? given, Tensor? src, {_LAYOUTS}, str reduce, bool include_self, "
-    "ScalarType dtype) -> Tensor",
-    cpu=_scatter_cpu,
+def _gather() -> Any:
+    from gossamer.blocksparse._triton.gather import gather
+
+    return gather
+
+
+def _fake_scatter(call: BlocksparseScatterReduce) -> Tensor:
+    form = Form(*call.form)
+    return call.index.new_empty(form.capacity, form.height, form.width, dtype=call.dtype)
+
+
+@register(
+    BlocksparseScatterReduce,
+    cpu=_scatter_cpu.scatter_reduce,
     fake=_fake_scatter,
-    setup_context=_keep_scatter,
+    choose_path=choose_path,
+    paths=PATHS,
     backward=_scatter_backward,
+    saved=_INDEXED,
+    keep=_keep_scatter,
 )
-_reach = register(
-    "blocksparse_gather_reach(Tensor index, Tensor index_nnz, Tensor index_rows, Tensor index_cols, SymInt[] sizes) "
-    "-> Tensor",
-    cpu=_reach_cpu,
-    fake=lambda index, nnz, rows, cols, sizes: index.new_empty(
-        sizes[8], -(-sizes[6] // index.shape[1]), -(-sizes[7] // index.shape[2]), dtype=torch.bool
-    ),
-)
+def _scatter(path: str) -> Any:
+    from gossamer.blocksparse._triton import scatter_reduce as kernels
+
+    return getattr(kernels, f"scatter_{path}")
+
+
+def _fake_reach(call: BlocksparseGatherReach) -> Tensor:
+    return call.index.new_empty(*call.target[:3], dtype=torch.bool)
+
+
+@register(BlocksparseGatherReach, cpu=_gather_cpu.reach, fake=_fake_reach)
+def _reach() -> Any:
+    from gossamer.blocksparse._triton.gather import reach
+
+    return reach

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import functools
 import math
-import weakref
-from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import checks
-from gossamer._core.ops import register, undispatched
-from gossamer.blocksparse._torch import layout as _cpu
-from gossamer.blocksparse.elements import joined as joined_elements
-from gossamer.blocksparse.elements import starts_of, words_of
-from gossamer.blocksparse.elements import to_dense as to_dense_elements
-from gossamer.blocksparse.elements import transposed as transposed_elements
-
-if TYPE_CHECKING:
-    from gossamer.blocksparse.tensor import BlockSparseTensor
+from gossamer._core.operator import register
+from gossamer.blocksparse import elements
+from gossamer.blocksparse._torch.layout import layout as _cpu
+from gossamer.blocksparse.lists import Form, Lists, length
+from gossamer.blocksparse.records import BlocksparseLayout
 
 BLOCKS = (16, 32, 64, 128)
 """Rows or columns that a block may have."""
@@ -32,16 +26,23 @@ BlockSize = int | tuple[int, int]
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
-    """The present blocks of Z matrices of rows x cols blocks, by rows and by columns. Make one with `from_mask`.
+    """The present blocks of Z matrices of rows x cols blocks, by rows and by columns. `from_mask` makes one.
 
     Immutable, and shared between tensors. Blocks are numbered along rows, matrix after matrix (CSR order); a block's
-    number is its place in `BlockSparseTensor.values`. Everything is int32 and on the device, and nothing was asked of
-    it: how many blocks there are the host does not know, only how many there is room for.
+    number is its place in `BlockSparseTensor.values`. All lists are int32 views of one buffer on the device. The host
+    does not know how many blocks there are, only how many there is room for.
 
     Args:
-        shape: `(..., rows, cols)` in blocks; Z is the product of the leading dimensions.
+        lead: leading dimensions, whose product is Z.
+        form: sizes, from which the host knows where in the buffer each list stands.
+        buffer: int32, the lists of the matrices, of the transposed matrices, and the elements of cut blocks.
+        filled: whether the host knows that there is no room behind the last block, because it has counted the blocks.
+
+    Attributes:
+        shape: `(..., rows, cols)` in blocks.
         block_size: `(height, width)` of a block in elements, each 16, 32, 64 or 128.
         size: `(M, N)` in elements; the blocks of the last row and column may reach beyond.
+        capacity: blocks that there is room for.
         row_offsets: `[Z * rows + 1]`: row `z * rows + r` holds the blocks `row_offsets[row]` to `row_offsets[row + 1]`.
             These are true counts, which may exceed the capacity.
         col_indices: `[capacity]`: each block's column, ascending in a row; -1 behind the last block.
@@ -51,11 +52,9 @@ class Layout:
         transpose_order: `[capacity]`: the blocks' numbers, column by column, from top to bottom (CSC order).
         positions: `[Z * rows * cols]`: each block's number, -1 where it is absent. True numbers, which may lie beyond
             the capacity.
-        filled: whether the host knows that there is no room behind the last block, because it has counted the blocks.
-            Gradients of operators on single elements are cheaper then.
-        elements: which elements of blocks take part in attention and softmax, int32, as `elements.py` has it: patterns
-            cut blocks at their edges. None where all do. Layouts of tensors that are moved (`repeat`, `split`, `cat`,
-            `adapt`, ...) and of products have whole blocks.
+        elements: which elements of cut blocks take part in attention and softmax, int32, as `elements.py` has it; None
+            where all do. Layouts of tensors that are moved (`repeat`, `split`, `cat`, `adapt`) and of products have
+            whole blocks.
 
     Source: Schön and Tompits, blksprs, Definitions 1 to 4 (lookup table and reverse lookup table).
 
@@ -63,46 +62,81 @@ class Layout:
     [0, 0, 1]
     """
 
-    shape: tuple[int, ...]
-    block_size: tuple[int, int]
-    size: tuple[int, int]
-    row_offsets: Tensor
-    col_indices: Tensor
-    row_indices: Tensor
-    col_offsets: Tensor
-    transpose_order: Tensor
-    positions: Tensor
+    lead: tuple[int, ...]
+    form: Form
+    buffer: Tensor
     filled: bool = False
-    elements: Tensor | None = None
+
+    @property
+    def lists(self) -> Lists:
+        """The views of the buffer."""
+        return Lists(self.buffer, self.form)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.lead, self.form.rows, self.form.cols)
+
+    @property
+    def block_size(self) -> tuple[int, int]:
+        return self.form.height, self.form.width
+
+    @property
+    def size(self) -> tuple[int, int]:
+        return self.form.m, self.form.n
 
     @property
     def batch(self) -> int:
         """Z: the number of matrices."""
-        return math.prod(self.shape[:-2])
+        return self.form.z
 
     @property
     def rows(self) -> int:
-        """Rows of blocks of a matrix."""
-        return self.shape[-2]
+        return self.form.rows
 
     @property
     def cols(self) -> int:
-        """Columns of blocks of a matrix."""
-        return self.shape[-1]
+        return self.form.cols
 
     @property
     def capacity(self) -> int:
-        """How many blocks there is room for."""
-        return self.col_indices.shape[0]
+        return self.form.capacity
 
     @property
     def device(self) -> torch.device:
-        return self.positions.device
+        return self.buffer.device
+
+    @property
+    def row_offsets(self) -> Tensor:
+        return self.lists.row_offsets
+
+    @property
+    def col_indices(self) -> Tensor:
+        return self.lists.col_indices
+
+    @property
+    def row_indices(self) -> Tensor:
+        return self.lists.row_indices
+
+    @property
+    def col_offsets(self) -> Tensor:
+        return self.lists.col_offsets
+
+    @property
+    def transpose_order(self) -> Tensor:
+        return self.lists.transpose_order
+
+    @property
+    def positions(self) -> Tensor:
+        return self.lists.positions
+
+    @property
+    def elements(self) -> Tensor | None:
+        return self.lists.elements
 
     @property
     def nnz(self) -> Tensor:
         """int32 `[]` on the device: how many blocks are present; more than the capacity if it overflowed."""
-        return self.row_offsets[-1]
+        return self.lists.nnz[0]
 
     @property
     def overflowed(self) -> Tensor:
@@ -110,14 +144,9 @@ class Layout:
         return self.nnz > self.capacity
 
     @property
-    def places(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """nnz `[1]`, each block's row and column, and the number of each place's block, as operators take them."""
-        return self.row_offsets[-1:], self.row_indices, self.col_indices, self.positions
-
-    @property
     def dense_shape(self) -> tuple[int, ...]:
         """`(..., M, N)`: the shape of the matrices in elements."""
-        return (*self.shape[:-2], *self.size)
+        return (*self.lead, *self.size)
 
     def to_dense(self) -> Tensor:
         """Bool `[..., rows, cols]`: the mask that this is the layout of."""
@@ -131,19 +160,12 @@ class Layout:
         [1, 2, 3, 3]
         """
         (m, n), (height, width) = self.size, self.block_size
-        whole = to_dense_elements(self).view(*self.shape, height, width).transpose(-3, -2)
-        return whole.reshape(*self.shape[:-2], self.rows * height, self.cols * width)[..., :m, :n]
-
-    @property
-    def cut_room(self) -> int:
-        """How many blocks there are words for in `elements`."""
-        return 0 if self.elements is None else (self.elements.shape[0] - self.capacity) // words_of(self.block_size)
+        whole = elements.to_dense(self).view(*self.shape, height, width).transpose(-3, -2)
+        return whole.reshape(*self.lead, self.rows * height, self.cols * width)[..., :m, :n]
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Layout:
         """The same on another device."""
-        names = PARTS if self.elements is None else (*PARTS, "elements")
-        moved = {name: getattr(self, name).to(device, non_blocking=non_blocking) for name in names}
-        return replace(self, **moved)
+        return replace(self, buffer=self.buffer.to(device, non_blocking=non_blocking))
 
     @staticmethod
     def from_mask(
@@ -155,10 +177,9 @@ class Layout:
             mask: `[..., rows, cols]`, one element a block, present where it differs from 0; bool or an integer.
             block_size: 16, 32, 64 or 128, or `(height, width)`.
             size: `(M, N)` in elements, where the last row or column of blocks is cut; None takes whole blocks.
-            capacity: how many blocks to make room for. An int costs no sync: the host need not know the count, and
-                `mask.numel()` is enough for any mask. Where more are present, `overflowed` is set and whatever is
-                computed with the layout is NaN. None makes room for just those present, and for one at
-                least, which costs one device-to-host sync.
+            capacity: how many blocks to make room for. An int costs no sync; `mask.numel()` is enough for any mask.
+                Where more are present, `overflowed` is set and results are NaN. None makes room for the blocks that are
+                present, and for one at least, which costs one device-to-host sync.
 
         Raises:
             ValueError: mask has fewer than two dimensions or 2^31 blocks, or sizes do not fit each other.
@@ -198,9 +219,10 @@ class Layout:
             filled = not torch.compiler.is_compiling() and count == capacity
         else:
             checks.positive(operator, "capacity", capacity, "It is the number of blocks to make room for.")
-        parts = _layout(mask.reshape(math.prod(mask.shape[:-2]), rows, cols).contiguous(), capacity)
-        whole = Layout(tuple(mask.shape), block, (int(size[0]), int(size[1])), *parts)
-        return replace(whole, filled=filled)
+        lead = tuple(mask.shape[:-2])
+        form = Form(math.prod(lead), rows, cols, *block, int(size[0]), int(size[1]), capacity)
+        buffer = _layout(BlocksparseLayout(mask.reshape(form.z, rows, cols).contiguous(), form))
+        return Layout(lead, form, buffer, filled)
 
     @staticmethod
     def from_dense(x: Tensor, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
@@ -294,8 +316,7 @@ class Layout:
         return Layout.from_mask(mask, block, size=(a.size[0], b.size[1]), capacity=capacity)
 
     def transpose(self) -> Layout:
-        """The layout of the transposed matrices, with the same capacity. It costs no sync, and is made once: what the
-        layout gives again is the same object, and the transposed one's transpose is the layout.
+        """The layout of the transposed matrices, with the same buffer and capacity.
 
         >>> Layout.from_mask(torch.tensor([[1, 1, 0], [0, 0, 1]]), (16, 32)).transpose()
         Layout(shape=(3, 2), block_size=(32, 16), size=(96, 32), capacity=3, device=cpu)
@@ -303,38 +324,18 @@ class Layout:
         #.
         .#
         """
-        kept = None if torch.compiler.is_compiling() else self.__dict__.get("_transposed")
-        layout = kept() if isinstance(kept, weakref.ref) else kept
-        if layout is not None:
-            return layout
-        block, size = self.block_size[::-1], self.size[::-1]
-        given = self.col_indices, self.row_indices, self.transpose_order, self.positions
-        call = undispatched(_layout_transpose, self.positions)
-        columns, lines, order, positions = call(self.row_offsets[-1:], *given, self.rows, self.cols)
-        shape, offsets = (*self.shape[:-2], self.cols, self.rows), (self.col_offsets, self.row_offsets)
-        lists = offsets[0], columns, lines, offsets[1], order, positions
-        layout = Layout(shape, block, size, *lists, filled=self.filled, elements=transposed_elements(self))
-        # What a graph makes is there only when it is replayed.
-        if not torch.compiler.is_compiling() and not checks.capturing():
-            self.__dict__["_transposed"] = layout
-            # No cycle: it would hold device memory until the garbage collector comes.
-            layout.__dict__["_transposed"] = weakref.ref(self)
-        return layout
+        return replace(self, form=self.form.mT)
 
     def is_same(self, other: Layout) -> bool:
-        """Whether both are one layout, or share its metadata; equal masks are not compared."""
+        """Whether both are one layout, or share its buffer; equal masks are not compared."""
         if self is other:
             return True
-        if (self.shape, self.block_size, self.size) != (other.shape, other.block_size, other.size):
+        if self.lead != other.lead or self.form != other.form:
             return False
-        if self.positions is other.positions and self.capacity == other.capacity:
-            return True
-        if torch.compiler.is_compiling() or self.capacity != other.capacity:
-            return False
-        return self.device == other.device and self.positions.data_ptr() == other.positions.data_ptr() != 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        one, two = self.buffer, other.buffer
+        if one is two or torch.compiler.is_compiling():
+            return one is two
+        return one.device == two.device and one.data_ptr() == two.data_ptr() != 0
 
     def union(self, *others: Layout, capacity: int | None = None) -> Layout:
         """The blocks of any of the layouts; leading dimensions broadcast. `capacity` is as in `from_mask`.
@@ -364,20 +365,20 @@ class Layout:
                     f"{self.block_size}, and {other.size} in blocks of {other.block_size}."
                 )
         union, given = name == "union", (self, *others)
-        starts = torch.broadcast_tensors(*(starts_of(layout) for layout in given))
+        starts = torch.broadcast_tensors(*(elements.starts_of(layout) for layout in given))
         mask = functools.reduce(torch.logical_or if union else torch.logical_and, [x >= 0 for x in starts])
         # A block that one of them has whole is whole in a union; that one of them cuts is cut in an intersection.
         some = functools.reduce(torch.logical_or, [x == 0 if union else x > 0 for x in starts])
         cuts = mask & ~some if union else mask & some
-        room = sum(layout.cut_room * (mask.numel() // max(layout.positions.numel(), 1)) for layout in given)
+        cells = self.rows * self.cols
+        room = sum(layout.form.cut * (mask.numel() // max(layout.batch * cells, 1)) for layout in given)
         filled = False
         if capacity is None:
             checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
             count, room = torch.stack([mask.sum(), cuts.sum()]).tolist() if room else (int(mask.sum()), 0)
             capacity, filled = max(count, 1), not torch.compiler.is_compiling() and count > 0
         layout = Layout.from_mask(mask, self.block_size, size=self.size, capacity=capacity)
-        elements = joined_elements(layout, cuts, min(room, capacity), given, union)
-        return replace(layout, filled=filled, elements=elements)
+        return replace(elements.joined(layout, cuts, min(room, capacity), given, union), filled=filled)
 
     def plot(self, ax: Any = None) -> Any:
         """Draws the first matrix, present blocks dark, into a Matplotlib axis, a new one if None, and returns it.
@@ -406,55 +407,10 @@ class Layout:
         grid = self.to_dense().reshape(-1, *self.shape[-2:])[:1, :64, :64].tolist()
         return "\n".join("".join(".#"[block] for block in row) for matrix in grid for row in matrix)
 
-    def adapt(self, block_size: BlockSize, *, capacity: int | None = None) -> Layout:
-        """The layout in blocks of another size that covers this one; `adapt_layout` takes values there.
-
-        Args:
-            block_size: 16, 32, 64 or 128, or `(height, width)`.
-            capacity: as in `from_mask`, but for smaller blocks None makes room for all that there can be, and costs no
-                sync.
-
-        >>> Layout.from_mask(torch.eye(4).bool(), 16).adapt(32).to_dense().tolist()
-        [[True, False], [False, True]]
-        """
-        from gossamer.blocksparse.rearrange import adapted
-
-        return adapted(self, check_block_size("blocksparse.Layout.adapt", block_size), capacity)
-
-    @staticmethod
-    def from_indices(indices: BlockSparseTensor, dim: int, size: int, *, capacity: int | None = None) -> Layout:
-        """The layout that a gather reads, and a scatter writes: the blocks in which there are elements that indices
-        name.
-
-        Args:
-            indices: `[..., M, N]`, int32 or int64, a `BlockSparseTensor`; what is out of range names nothing.
-            dim: the dimension along which they point, a leading one too.
-            size: of that dimension; the others are those of indices.
-            capacity: as in `from_mask`.
-
-        Raises:
-            ValueError: dim is none of the dimensions, or size is below 1.
-            TypeError: indices are not int32 or int64.
-            NotImplementedError: `capacity=None` under CUDA-graph capture.
-
-        Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
-
-        >>> from gossamer.blocksparse import from_dense
-        >>> indices = from_dense(torch.full((16, 16), 40), Layout.from_mask(torch.ones(1, 1).bool(), 16))
-        >>> Layout.from_indices(indices, -1, 64).to_dense().tolist()
-        [[False, False, True, False]]
-        """
-        from gossamer.blocksparse.indexed import layout_of
-
-        return layout_of(indices, dim, size, capacity)
-
     def __repr__(self) -> str:
         """The summary, and below it a small layout's first matrix, which waits for the device as a tensor's does."""
-        rows, cols = self.shape[-2:]
-        drawn = 0 < rows <= 32 and 0 < cols <= 64 and self.batch and type(self.positions) is Tensor
-        if not drawn or checks.capturing():
-            return self.summary()
-        return f"{self.summary()}\n{self.draw()}"
+        drawn = 0 < self.rows <= 32 and 0 < self.cols <= 64 and self.batch and type(self.buffer) is Tensor
+        return f"{self.summary()}\n{self.draw()}" if drawn and not checks.capturing() else self.summary()
 
     def summary(self) -> str:
         """One line, for which nothing is asked of the device."""
@@ -465,11 +421,7 @@ class Layout:
         )
 
 
-torch.serialization.add_safe_globals([Layout])
-
-PARTS = ("row_offsets", "col_indices", "row_indices", "col_offsets", "transpose_order", "positions")
-"""The lists of a layout, in the order in which operators take them."""
-_STATIC = ("shape", "block_size", "size", "filled")
+torch.serialization.add_safe_globals([Layout, Form])
 
 
 def check_block_size(operator: str, block_size: BlockSize) -> tuple[int, int]:
@@ -489,7 +441,7 @@ def check_layouts(operator: str, **given: Any) -> None:
                 f"{operator}: {argument} must be a blocksparse.Layout, got {type(layout).__name__}. "
                 "Make one with Layout.from_mask."
             )
-        checks.same_device(operator, first, given[first].device, **{argument: layout.positions})
+        checks.same_device(operator, first, given[first].device, **{argument: layout.buffer})
 
 
 def grid_of(size: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
@@ -497,41 +449,20 @@ def grid_of(size: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     return -(-size[0] // block[0]), -(-size[1] // block[1])
 
 
-def _fake(mask: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    z, rows, cols = mask.shape
-    lengths = (z * rows + 1, capacity, capacity, z * cols + 1, capacity, z * rows * cols)
-    return tuple(mask.new_empty(n, dtype=torch.int32) for n in lengths)  # type: ignore[return-value]
+def _fake(call: BlocksparseLayout) -> Tensor:
+    return call.mask.new_empty(length(call.form), dtype=torch.int32)
 
 
-_layout = register(
-    "blocksparse_layout(Tensor mask, SymInt capacity) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu.layout,
-    fake=_fake,
-)
+@register(BlocksparseLayout, cpu=_cpu, fake=_fake)
+def _layout() -> Any:
+    from gossamer.blocksparse._triton.layout import layout
 
-
-_layout_transpose = register(
-    "blocksparse_layout_transpose(Tensor nnz, Tensor col_indices, Tensor row_indices, Tensor transpose_order, "
-    "Tensor positions, SymInt rows, SymInt cols) -> (Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu.layout_transpose,
-    fake=lambda nnz, *given: tuple(x.new_empty(x.shape) for x in given[:4]),
-)
-
-
-def _flatten(layout: Layout) -> tuple[list[Any], Any]:
-    tensors = [getattr(layout, name) for name in (*PARTS, "elements")]
-    return tensors, tuple(getattr(layout, name) for name in _STATIC)
-
-
-def _unflatten(tensors: Iterable[Any], given: Any) -> Layout:
-    *lists, elements = tensors
-    shape, block, size, filled = given
-    return replace(Layout(shape, block, size, *lists), filled=filled, elements=elements)
+    return layout
 
 
 _pytree.register_pytree_node(
     Layout,
-    _flatten,
-    _unflatten,
+    lambda layout: ([layout.buffer], (layout.lead, layout.form, layout.filled)),
+    lambda buffers, given: Layout(tuple(given[0]), Form(*given[1]), next(iter(buffers)), given[2]),
     serialized_type_name="gossamer.blocksparse.Layout",
 )

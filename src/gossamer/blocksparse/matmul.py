@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import register, undispatched
-from gossamer.blocksparse._torch import matmul as _cpu
-from gossamer.blocksparse.layout import PARTS, Layout, check_layouts
+from gossamer._core.operator import register
+from gossamer.blocksparse._torch.matmul import matmul as _cpu
+from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.matmul_path import PATHS, choose_path
+from gossamer.blocksparse.records import BlocksparseMatmul
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
 
 _NAME = "blocksparse.matmul"
-_NO_PARTS: list[Tensor | None] = [None] * len(PARTS)
 
 
 def matmul(
@@ -105,7 +106,7 @@ def _facts(layout: Any) -> tuple[Any, ...] | None:
     """What checks of a layout depend on."""
     if not isinstance(layout, Layout):
         return layout
-    return layout.shape, layout.block_size, layout.size, layout.col_indices.shape[0], layout.positions.device
+    return layout.lead, layout.form, layout.buffer.device
 
 
 def _check(a: Any, b: Any, x: Any, y: Any, out_layout: Layout | None) -> None:
@@ -123,7 +124,7 @@ def _check(a: Any, b: Any, x: Any, y: Any, out_layout: Layout | None) -> None:
             raise ValueError(f"{_NAME}: {name} must have two dimensions or more, got shape {list(operand.shape)}.")
     if out_layout is not None:
         check_layouts(_NAME, out_layout=out_layout)
-        checks.same_device(_NAME, "a", x.device, out_layout=out_layout.positions)
+        checks.same_device(_NAME, "a", x.device, out_layout=out_layout.buffer)
 
 
 class _Operand(NamedTuple):
@@ -165,7 +166,7 @@ def _leading(layouts: list[Layout]) -> tuple[int, ...] | None:
     """The leading dimensions of all layouts; None where there are no layouts."""
     if not layouts:
         return None
-    leads = {layout.shape[:-2] for layout in layouts}
+    leads = {layout.lead for layout in layouts}
     if len(leads) > 1:
         raise ValueError(
             f"{_NAME}: block-sparse operands and out_layout must have equal leading dimensions, got "
@@ -210,60 +211,67 @@ def _product(left: _Operand, right: _Operand, out_layout: Layout | None, sizes: 
             f"{_NAME}: on the GPU M, K and N must be less than 2^24 (a batch of dense matrices beside one block-sparse "
             f"counts as one wide matrix), got {list(sizes[1:4])}. Split the operands."
         )
-    parts = (_parts(layout) for layout in (left.layout, right.layout, out_layout))
-    given = [part for three in parts for part in three]
-    call = undispatched(_matmul, left.values, right.values)
-    out: Tensor = call(left.values, right.values, *given, *sizes, left.transposed, right.transposed)
+    given: list[Any] = [part for layout in (left.layout, right.layout, out_layout) for part in _parts(layout)]
+    settings: Any = sizes[:4], sizes[4:], left.transposed, right.transposed
+    out: Tensor = _matmul(BlocksparseMatmul(left.values, right.values, *given, *settings))
     return out
 
 
-def _parts(layout: Layout | None) -> list[Tensor | None]:
-    return _NO_PARTS if layout is None else [getattr(layout, name) for name in PARTS]
+def _parts(layout: Layout | None) -> tuple[Tensor | None, tuple[int, ...]]:
+    return (None, ()) if layout is None else (layout.buffer, layout.form)
 
 
-def _fake(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    z, m, _, n, bm, _, bn = rest[18:25]
-    return a.new_empty(z, m, n) if rest[12] is None else a.new_empty(rest[13].shape[0], bm, bn)
+def _fake(call: BlocksparseMatmul) -> Tensor:
+    (z, m, _, n), (bm, _, bn) = call.sizes, call.block
+    return call.a.new_empty(z, m, n) if call.out_layout is None else call.a.new_empty(call.out_form[7], bm, bn)
 
 
-def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[:20])
-    ctx.settings = inputs[20:]
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(call: BlocksparseMatmul, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
     """The gradients are products again: of the result's gradient with the other operand, taken at what is stored."""
-    a, b, *lists = ctx.saved_tensors
-    of_a, of_b, of_out = lists[:6], lists[6:12], lists[12:]
-    z, m, k, n, bm, bk, bn, trans_a, trans_b = ctx.settings
+    a, b, *parts, (z, m, k, n), (bm, bk, bn), trans_a, trans_b = call
+    of_a, of_b, of_out = parts[:2], parts[2:4], parts[4:]
+    grad = grads[0]
+    flip_a, flip_b, flip_out = (layout is not None for layout, _ in (of_a, of_b, of_out))
     # A dense matrix is transposed by a view, blocks by a flag.
-    turned = grad if of_out[0] is not None else grad.mT
-    other_a, other_b = (x if of_x[0] is not None else x.mT for x, of_x in ((a, of_a), (b, of_b)))
-    flip_out, flip_a, flip_b = of_out[0] is not None, of_a[0] is not None, of_b[0] is not None
-    grads: list[Tensor | None] = [None, None]
-    call = undispatched(_matmul, grad, a, b)
-    if ctx.needs_input_grad[0]:
-        if trans_a:
-            grads[0] = call(b, turned, *of_b, *of_out, *of_a, z, k, n, m, bk, bn, bm, trans_b, flip_out)
-        else:
-            flag = flip_b and not trans_b
-            grads[0] = call(grad, other_b, *of_out, *of_b, *of_a, z, m, n, k, bm, bn, bk, False, flag)
-    if ctx.needs_input_grad[1]:
-        if trans_b:
-            grads[1] = call(turned, a, *of_out, *of_a, *of_b, z, n, m, k, bn, bm, bk, flip_out, trans_a)
-        else:
-            flag = flip_a and not trans_a
-            grads[1] = call(other_a, grad, *of_a, *of_out, *of_b, z, k, m, n, bk, bm, bn, flag, False)
-    return (*grads, *[None] * 27)
+    turned, other_a, other_b = (x if flip else x.mT for x, flip in ((grad, flip_out), (a, flip_a), (b, flip_b)))
+    made, product = {}, cast(Any, BlocksparseMatmul)
+    if needs.a and trans_a:
+        sizes = (z, k, n, m), (bk, bn, bm)
+        made["a"] = _matmul(product(b, turned, *of_b, *of_out, *of_a, *sizes, trans_b, flip_out))
+    elif needs.a:
+        sizes = (z, m, n, k), (bm, bn, bk)
+        made["a"] = _matmul(product(grad, other_b, *of_out, *of_b, *of_a, *sizes, False, flip_b and not trans_b))
+    if needs.b and trans_b:
+        sizes = (z, n, m, k), (bn, bm, bk)
+        made["b"] = _matmul(product(turned, a, *of_out, *of_a, *of_b, *sizes, flip_out, trans_a))
+    elif needs.b:
+        sizes = (z, k, m, n), (bk, bm, bn)
+        made["b"] = _matmul(product(other_a, grad, *of_a, *of_out, *of_b, *sizes, flip_a and not trans_a, False))
+    return made
 
 
-_LISTS = ", ".join(f"Tensor? {operand}_{part}" for operand in ("a", "b", "out") for part in PARTS)
-_matmul = register(
-    f"blocksparse_matmul(Tensor a, Tensor b, {_LISTS}, SymInt z, SymInt m, SymInt k, SymInt n, int bm, int bk, int bn, "
-    "bool trans_a, bool trans_b) -> Tensor",
-    cpu=_cpu.matmul,
-    strided=("a", "b"),
+@register(
+    BlocksparseMatmul,
+    cpu=_cpu,
     fake=_fake,
-    setup_context=_context,
+    choose_path=choose_path,
+    paths=PATHS,
     backward=_backward,
+    saved=("a", "b", "a_layout", "b_layout", "out_layout"),
 )
+def _matmul() -> Any:
+    from gossamer.blocksparse._triton.matmul import matmul
+
+    return matmul
+
+
+def _left(self: BlockSparseTensor, other: Any) -> Any:
+    """`matmul(self, other)` with a dense result, of a dense or a block-sparse other."""
+    return matmul(self, other) if isinstance(other, Tensor | BlockSparseTensor) else NotImplemented
+
+
+def _right(self: BlockSparseTensor, other: Any) -> Any:
+    return matmul(other, self) if isinstance(other, Tensor) else NotImplemented
+
+
+BlockSparseTensor.__matmul__, BlockSparseTensor.__rmatmul__ = _left, _right  # type: ignore[method-assign]

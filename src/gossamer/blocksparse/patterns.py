@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer.blocksparse.attention_path import first_key
 from gossamer.blocksparse.elements import Rule, of_rule
 from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of
 
@@ -302,7 +303,7 @@ class _Grid:
         self.lead: tuple[int, ...] = ()
         self.shift: Any = size[1] - size[0]
         if lengths is not None:
-            self.shift = (lengths.long() - size[0]).clamp(min=min(self.shift, 0))[..., None, None]
+            self.shift = first_key(lengths.long(), size[0], size[1])[..., None, None]
 
     def ends(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Positions of the first and the last query of blocks, `[..., rows, 1]`, and of their first and last key,
@@ -348,17 +349,15 @@ class _Grid:
             rule = within
         cut, self.lead = mask & ~whole, tuple(mask.shape[:-2])
         filled, room = False, mask.numel()
-        if capacity is None and limit is None and count is not None:
-            known, room = count(False), count(True)
+        if capacity is None:
+            if limit is None and count is not None:
+                known, room = count(False), count(True)
+            else:
+                checks.no_sync("blocksparse pattern", "capacity=None", "Give a capacity.")
+                known, room = torch.stack([mask.sum(), cut.sum()]).tolist()
             capacity, filled = max(known, 1), known > 0
-        elif capacity is None:
-            checks.no_sync("blocksparse pattern", "capacity=None", "Give a capacity.")
-            known, room = torch.stack([mask.sum(), cut.sum()]).tolist()
-            capacity, filled = max(known, 1), known > 0
-        layout = Layout.from_mask(mask, self.block, size=self.size, capacity=capacity)
-        if not elements:
-            return replace(layout, filled=filled)
-        return replace(layout, filled=filled, elements=of_rule(layout, cut, min(room, capacity), rule))
+        layout = replace(Layout.from_mask(mask, self.block, size=self.size, capacity=capacity), filled=filled)
+        return of_rule(layout, cut, min(room, capacity), rule) if elements else layout
 
 
 def _once(count: Any, grid: _Grid, rule: Any, cut: bool) -> int:

@@ -3,30 +3,45 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from gossamer._core import checks
-from gossamer._core.ops import needs_gradient, register, undispatched
+from gossamer._core.operator import register
+from gossamer._core.ops import needs_gradient
 from gossamer.blocksparse import axes
 from gossamer.blocksparse._torch.rearrange import rearrange as _cpu
 from gossamer.blocksparse.axes import Axes, Axis, Moved
-from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, check_layouts
+from gossamer.blocksparse.lists import Form, half_of
+from gossamer.blocksparse.records import BlocksparseRearrange
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
+MOVES = 16
+"""Repetitions of one layout whose maps and layout are kept."""
+_moves: Any = WeakTensorKeyDictionary()
+"""By the buffer of a layout: its repetitions, by their arguments. Tensors of one layout have repetitions of one layout,
+which arithmetic asks for."""
+Source = tuple[Tensor, Form]
+"""The buffer of a layout, or its half of rows, and the form."""
 
-def repeat(x: BlockSparseTensor, sizes: Sequence[int], *, layout: Layout | None = None) -> BlockSparseTensor:
-    """x repeated along its dimensions, as `torch.Tensor.repeat`.
+
+def repeat(
+    x: BlockSparseTensor, sizes: Sequence[int], *, interleave: bool = False, layout: Layout | None = None
+) -> BlockSparseTensor:
+    """x repeated along its dimensions, as `torch.Tensor.repeat`; with `interleave` each row, column and matrix follows
+    itself, as in `torch.repeat_interleave`.
 
     Args:
         x: `[..., M, N]`, of any dtype.
         sizes: how often along each dimension; more of them than dimensions make new leading ones.
-        layout: of the result, where it is known: blocks that it lacks are left out. None makes it, without a sync, and
-            with room for as many blocks as there can be.
+        layout: of the result, if it is known: blocks that it lacks are left out. None makes it, without a sync, with
+            room for as many blocks as there can be.
 
     Returns:
         `BlockSparseTensor`, differentiable in x. Where M or N is repeated and not of whole blocks, blocks are cut anew.
@@ -36,62 +51,38 @@ def repeat(x: BlockSparseTensor, sizes: Sequence[int], *, layout: Layout | None 
         ValueError: there are fewer sizes than dimensions, one is below 0, or layout does not fit.
         TypeError: x is no `BlockSparseTensor`, or a size no int.
 
-    Source: Schön and Tompits, blksprs, section 3.3; `torch.Tensor.repeat`.
+    Source: Schön and Tompits, blksprs, section 3.3.
 
     >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-    >>> repeat(x, (2, 1, 3)).shape
-    (2, 32, 96)
+    >>> repeat(x, (2, 1, 3)).shape, repeat(x, (2, 1), interleave=True).to_dense()[:3, 0].tolist()
+    ((2, 32, 96), [1.0, 1.0, 1.0])
     """
     operator = "blocksparse.repeat"
     check_blocks(operator, x=x)
-    dims = len(x.shape)
-    if len(sizes) < dims:
-        raise ValueError(f"{operator}: sizes must name each of the {dims} dimensions of x, got {tuple(sizes)}.")
+    if len(sizes) < len(x.shape):
+        raise ValueError(f"{operator}: sizes must name each of the {len(x.shape)} dimensions of x, got {tuple(sizes)}.")
     for size in sizes:
-        _check_times(operator, "sizes", size, "They say how often x is repeated along each dimension.")
-    lead = (*[1] * (len(sizes) - dims), *x.shape[:-2])
+        if size != 0 or not isinstance(size, int) or isinstance(size, bool):
+            checks.positive(operator, "sizes", size, "They say how often x is repeated along each dimension.")
+    whole = (*[1] * (len(sizes) - len(x.shape)), *x.shape)
+    block, source = x.layout.block_size, x.layout
 
-    def make() -> tuple[Axes, tuple[int, ...]]:
-        rows, cols = (axes.repeated(x.shape[k], sizes[k]) for k in (-2, -1))
-        shape = tuple(a * b for a, b in zip((*lead, *x.shape[-2:]), sizes))
-        return (axes.tiled(lead, sizes[:-2]), rows, cols), shape
+    def make() -> Moved:
+        rows, cols = (axes.repeated(length, times, interleave) for length, times in zip(whole[-2:], sizes[-2:]))
+        matrices = axes.tiled(whole[:-2], sizes[:-2], interleave)
+        return Moved((matrices, rows, cols), tuple(a * b for a, b in zip(whole, sizes)))
 
-    return _moved(operator, x, _move_of(x.layout, (operator, *sizes), make), layout)
+    def result() -> Layout:
+        mask, (z, rows, cols) = _reached(source, move.axes, block), move.axes
+        room = source.capacity * z.copies * rows.spread(block[0], block[0]) * cols.spread(block[1], block[1])
+        return _result(mask, move.shape, block, min(room, mask.numel()))
 
-
-def repeat_interleave(
-    x: BlockSparseTensor, repeats: int, dim: int, *, layout: Layout | None = None
-) -> BlockSparseTensor:
-    """Each row, column or matrix of x repeated, as `torch.repeat_interleave`.
-
-    Args:
-        x: `[..., M, N]`, of any dtype.
-        repeats: how often.
-        dim: any dimension, a leading one too.
-        layout: as in `repeat`.
-
-    Returns:
-        `BlockSparseTensor`, differentiable in x.
-
-    Raises:
-        ValueError: dim is none of x's, repeats is below 0, or layout does not fit.
-        TypeError: x is no `BlockSparseTensor`, or repeats no int.
-
-    Source: Schön and Tompits, blksprs, section 3.3; `torch.repeat_interleave`.
-
-    >>> x = from_dense(torch.ones(2, 32, 32), Layout.from_mask(torch.eye(2).bool().expand(2, 2, 2), 16))
-    >>> repeat_interleave(x, 4, 0).shape
-    (8, 32, 32)
-    """
-    operator = "blocksparse.repeat_interleave"
-    check_blocks(operator, x=x)
-    dim = _dim(operator, x, dim)
-    _check_times(operator, "repeats", repeats, "It says how often.")
-
-    def make() -> tuple[Axes, tuple[int, ...]]:
-        return _at(x, dim, axes.interleaved(x.shape[dim], repeats))
-
-    return _moved(operator, x, _move_of(x.layout, (operator, repeats, dim), make), layout)
+    move = _move_of(source, (*sizes, interleave), make)
+    if layout is None:
+        layout = move.once("layout", result)
+    else:
+        _check_result(operator, layout, move.shape, x)
+    return _pull(x.values, (source.buffer, source.form), layout, move)
 
 
 def split(
@@ -134,7 +125,7 @@ def split(
             raise ValueError(f"{operator}: split_size must add up to {total}, the size of dim {dim}, got {sizes}.")
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
     pieces = [_at(x, dim, axes.part(total, start, size)) for start, size in zip(starts, sizes)]
-    block, source = x.layout.block_size, x.layout.places
+    block = x.layout.block_size
     masks = [_reached(x.layout, moved, block) for moved, _ in pieces]
     room = [capacity] * len(pieces)
     if capacity is None:
@@ -142,7 +133,8 @@ def split(
         room = torch.stack([mask.sum() for mask in masks]).tolist()
     found = []
     for (moved, shape), mask, most in zip(pieces, masks, room):
-        found.append(_pull(x.values, source, x.layout.size, _result(mask, shape, block, most), moved))
+        result = _result(mask, shape, block, most)
+        found.append(_pull(x.values, (x.layout.buffer, x.layout.form), result, Moved(moved)))
     return tuple(found)
 
 
@@ -218,16 +210,14 @@ def stack(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout 
     dim %= places + 2
     parts = []
     for x in tensors:
-        shape = (*x.layout.shape[:dim], 1, *x.layout.shape[dim:])
-        parts.append(BlockSparseTensor(x.values, replace(x.layout, shape=shape)))
+        lead = (*x.layout.lead[:dim], 1, *x.layout.lead[dim:])
+        parts.append(BlockSparseTensor(x.values, replace(x.layout, lead=lead)))
     return _cat(operator, parts, dim, layout)
 
 
 def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | None = None) -> BlockSparseTensor:
     """The matrices of a leading dimension one after the other along another one: of heads `[B, H, T, D]`, for instance,
-    `[B, T, H * D]`.
-
-    The result is that of `cat` on the slices of x along dim, in one step.
+    `[B, T, H * D]`. The result is that of `cat` on the slices of x along dim, in one step.
 
     Args:
         x: `[..., M, N]` with leading dimensions, of any dtype.
@@ -257,129 +247,159 @@ def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | No
             f"{operator}: dim must be a leading dimension of x that is not empty, and another one than into, got dim "
             f"{dim} and into {into} of {list(x.shape)}."
         )
-    layout_of, times = x.layout, x.shape[dim]
+    given, times = x.layout, x.shape[dim]
     rest = [size for k, size in enumerate(x.shape) if k != dim]
     into -= into > dim
     lengths, rest[into] = [rest[into]] * times, rest[into] * times
     # The blocks as they are, in the places of the result's.
-    grid = layout_of.positions.view(layout_of.shape).clamp(max=layout_of.capacity - 1)
-    grid = torch.cat(grid.unbind(dim), into)
-    cols = grid.shape[-1]
-    place = torch.arange(grid.numel(), device=x.device)
-    of_block = torch.full((layout_of.capacity + 1,), -1, dtype=torch.int64, device=x.device)
-    of_block.scatter_(0, torch.where(grid >= 0, grid, layout_of.capacity).flatten().long(), place)
+    grid = torch.cat(given.positions.view(given.shape).clamp(max=given.capacity - 1).unbind(dim), into)
+    cols, place = max(grid.shape[-1], 1), torch.arange(grid.numel(), device=x.device)
+    of_block = torch.full((given.capacity + 1,), -1, dtype=torch.int64, device=x.device)
+    of_block.scatter_(0, torch.where(grid >= 0, grid, given.capacity).flatten().long(), place)
     at = of_block[:-1]
-    rows, columns = (torch.where(at >= 0, part, -1).int() for part in (at // max(cols, 1), at % max(cols, 1)))
-    source = layout_of.row_offsets[-1:], rows, columns, grid.int().reshape(-1)
-    size = [layout_of.size[0], layout_of.size[1]]
-    if into >= len(rest) - 2:
-        axis = into - len(rest)
-        size[axis] = grid.shape[axis] * layout_of.block_size[axis]
-    return _joined(operator, x, (x.values, source, (size[0], size[1])), tuple(rest), into, lengths, layout)
+    lines, columns = (torch.where(at >= 0, part, -1) for part in (at // cols, at % cols))
+    source = _source(given, grid, into - len(rest), given.lists.nnz, lines, columns)
+    return _joined(operator, x, (x.values, source), tuple(rest), into, lengths, layout)
+
+
+def _source(layout: Layout, grid: Tensor, axis: int, nnz: Tensor, lines: Tensor, columns: Tensor) -> Source:
+    """Blocks side by side along an axis, whose numbers are in a grid `[..., rows, cols]`, like those of a layout."""
+    size = list(layout.size)
+    if axis >= -2:
+        size[axis] = grid.shape[axis] * layout.block_size[axis]
+    (*lead, rows, cols), capacity = grid.shape, lines.shape[0]
+    form = Form(math.prod(lead), rows, cols, *layout.block_size, size[0], size[1], capacity)
+    return half_of(form, nnz, columns, lines, grid), form
+
+
+def _side_by_side(tensors: Sequence[BlockSparseTensor], dim: int) -> tuple[Tensor, Source]:
+    """(values, where they are) of tensors whose grids of blocks stand side by side, their blocks as they were."""
+    layouts = [x.layout for x in tensors]
+    first = layouts[0]
+    grids, lines, columns, ahead, places = [], [], [], 0, 0
+    total = sum(layout.shape[dim] for layout in layouts)
+    inner = math.prod(first.shape[dim + 1 : -1])
+    for layout in layouts:
+        grid, at = layout.positions.view(layout.shape), layout.row_indices
+        grids.append(torch.where(grid >= 0, grid.clamp(max=layout.capacity - 1) + ahead, -1))
+        if dim == len(first.shape) - 1:
+            lines.append(at)
+            columns.append(torch.where(at >= 0, layout.col_indices + places, -1))
+        else:
+            # A row's number changes with those that stand before it.
+            step = max(layout.shape[dim] * inner, 1)
+            lines.append(torch.where(at >= 0, at // step * (total * inner) + at % step + places * inner, -1))
+            columns.append(layout.col_indices)
+        ahead, places = ahead + layout.capacity, places + layout.shape[dim]
+    # One that overflowed spoils all.
+    lost = torch.stack([layout.overflowed for layout in layouts]).any()
+    nnz = torch.where(lost, ahead + 1, 0).view(1)
+    joined = torch.cat(grids, dim), dim - len(first.shape), nnz, torch.cat(lines), torch.cat(columns)
+    return torch.cat([x.values for x in tensors]), _source(first, *joined)
 
 
 def _joined(
     operator: str,
     like: BlockSparseTensor,
-    side_by_side: tuple[Tensor, Source, tuple[int, int]],
+    side_by_side: tuple[Tensor, Source],
     shape: tuple[int, ...],
     dim: int,
     lengths: list[int],
     layout: Layout | None,
 ) -> BlockSparseTensor:
-    """Values and where they are, of tensors that stand side by side block by block, as what `shape` says, in which
-    they stand side by side element by element: of these lengths along dim."""
-    values, source, size = side_by_side
+    """Tensors that stand side by side block by block, as one of `shape`, in which they stand side by side element by
+    element: of these lengths along dim."""
+    values, source = side_by_side
     block = like.layout.block_size
     ends = [axes.whole(shape[-2]), axes.whole(shape[-1])]
     if (axis := dim - len(shape)) >= -2:
         ends[axis] = axes.joined(lengths, block[axis])
     moved = axes.whole(math.prod(shape[:-2])), ends[0], ends[1]
     if layout is None:
-        grid = math.prod(shape[:-2]), -(-size[0] // block[0]), -(-size[1] // block[1])
-        mask = _reach((source[3] >= 0).view(grid), moved, block, block)
+        present = Layout((source[1].z,), *source[::-1]).to_dense()
+        mask = _reach(present, moved, block, block)
         room = values.shape[0] * ends[0].spread(block[0], block[0]) * ends[1].spread(block[1], block[1])
         layout = _result(mask, shape, block, min(room, mask.numel()))
     else:
         _check_result(operator, layout, shape, like)
-    return _pull(values, source, size, layout, moved)
+    return _pull(values, source, layout, Moved(moved))
 
 
-def adapt_layout(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
-    """The same matrices in the blocks of another layout, of another size too.
+@overload
+def adapt(x: BlockSparseTensor, to: Layout | BlockSize, *, capacity: int | None = None) -> BlockSparseTensor: ...
+
+
+@overload
+def adapt(x: Layout, to: BlockSize, *, capacity: int | None = None) -> Layout: ...
+
+
+def adapt(x: Any, to: Any, *, capacity: int | None = None) -> Any:
+    """The same matrices in other blocks.
 
     Args:
-        x: `[..., M, N]`, of any dtype.
-        layout: of the same shape in elements; `x.layout.adapt(block_size)` covers all of x.
+        x: a `BlockSparseTensor` `[..., M, N]` of any dtype, or a `Layout`.
+        to: a block size, 16, 32, 64 or 128, or `(height, width)`, for blocks that cover all of x; or for a tensor a
+            `Layout` of the same shape in elements.
+        capacity: as in `Layout.from_mask`, for a block size. For smaller blocks None makes room for all that there can
+            be, and costs no sync.
 
     Returns:
-        `BlockSparseTensor`, differentiable in x. Blocks that x lacks, and parts of them, are zero; elements for which
-        layout has no block are left out. If a layout overflowed, every value is NaN.
+        `BlockSparseTensor`, differentiable in x, or a `Layout`. Blocks that x lacks, and parts of them, are zero;
+        elements for which a given layout has no block are left out. If a layout overflowed, every value is NaN.
 
     Raises:
-        ValueError: layout has another shape or device.
-        TypeError: x is no `BlockSparseTensor`, or layout no `Layout`.
+        ValueError: the layout has another shape or device, or there are no blocks of such a size.
+        TypeError: x is neither.
 
     Source: Schön and Tompits, blksprs, section 3.3 (layout adaptation).
 
     >>> x = from_dense(torch.ones(64, 64), Layout.from_mask(torch.eye(4).bool(), 16))
-    >>> adapt_layout(x, x.layout.adapt(32)).values.sum(dim=(1, 2)).tolist()
-    [512.0, 512.0]
+    >>> adapt(x, 32).values.sum(dim=(1, 2)).tolist(), adapt(x.layout, 64).shape
+    ([512.0, 512.0], (1, 1))
     """
-    operator = "blocksparse.adapt_layout"
+    operator = "blocksparse.adapt"
+    if isinstance(x, Layout):
+        return _adapted(x, check_block_size(operator, to), capacity)
     check_blocks(operator, x=x)
-    check_layouts(operator, layout=layout)
-    if layout.dense_shape != x.shape:
-        raise ValueError(
-            f"{operator}: layout must be of {list(x.shape)} elements like x, got {list(layout.dense_shape)}."
-        )
-    checks.same_device(operator, "layout", layout.device, x=x.values)
-    return realigned(x, layout)
+    if isinstance(to, int | tuple):
+        return realigned(x, _adapted(x.layout, check_block_size(operator, to), capacity))
+    check_layouts(operator, to=to)
+    if to.dense_shape != x.shape:
+        raise ValueError(f"{operator}: to must be of {list(x.shape)} elements like x, got {list(to.dense_shape)}.")
+    checks.same_device(operator, "to", to.device, x=x.values)
+    return realigned(x, to)
 
 
 def realigned(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
     """x in the blocks of another layout, which may have fewer rows and columns."""
-    moved = axes.whole(layout.batch), axes.whole(layout.size[0]), axes.whole(layout.size[1])
-    return _pull(x.values, x.layout.places, x.layout.size, layout, moved)
+    return _pull(x.values, (x.layout.buffer, x.layout.form), layout, Moved(_unmoved(layout)))
 
 
-def adapted(layout: Layout, block: tuple[int, int], capacity: int | None) -> Layout:
+def _unmoved(layout: Layout) -> Axes:
+    return axes.whole(layout.batch), axes.whole(layout.size[0]), axes.whole(layout.size[1])
+
+
+def _adapted(layout: Layout, block: tuple[int, int], capacity: int | None) -> Layout:
     """The layout in blocks of another size that covers another."""
-    moved = axes.whole(layout.batch), axes.whole(layout.size[0]), axes.whole(layout.size[1])
-    mask = _reached(layout, moved, block)
+    mask = _reached(layout, _unmoved(layout), block)
     (height, width), (h, w) = layout.block_size, block
     if capacity is None and h <= height and w <= width:
         capacity = max(1, min(layout.capacity * (height // h) * (width // w), mask.numel()))
     return _result(mask, layout.dense_shape, block, capacity)
 
 
-def _move_of(layout: Layout, key: tuple[Any, ...], make: Callable[[], tuple[Axes, tuple[int, ...]]]) -> Moved:
-    """What `make` says of a layout's matrices, kept with the layout: what follows from it is made once."""
-    if torch.compiler.is_compiling():
-        return Moved(*make())
-    kept = layout.__dict__.setdefault("_moves", {})
+def _move_of(layout: Layout, key: Hashable, make: Callable[[], Moved]) -> Moved:
+    """The repetition that `make` makes of a layout's matrices, kept with its maps and layout."""
+    if torch.compiler.is_compiling() or type(layout.buffer) is not Tensor:
+        return make()
+    kept = _moves.setdefault(layout.buffer, {})
+    key = layout.lead, layout.form, key
     if key not in kept:
         if len(kept) >= MOVES:
             kept.clear()
-        kept[key] = Moved(*make())
+        kept[key] = make()
     found: Moved = kept[key]
     return found
-
-
-def _moved(operator: str, x: BlockSparseTensor, move: Moved, layout: Layout | None) -> BlockSparseTensor:
-    """x rearranged, in blocks of the same size."""
-    block, (z, rows, cols) = x.layout.block_size, move.axes
-
-    def result() -> Layout:
-        mask = _reached(x.layout, move.axes, block)
-        room = x.layout.capacity * z.copies * rows.spread(block[0], block[0]) * cols.spread(block[1], block[1])
-        return _result(mask, move.shape, block, min(room, mask.numel()))
-
-    if layout is None:
-        layout = move.once("layout", result)
-    else:
-        _check_result(operator, layout, move.shape, x)
-    return _pull(x.values, x.layout.places, x.layout.size, layout, move)
 
 
 def _result(mask: Tensor, shape: Sequence[int], block: tuple[int, int], capacity: int | None) -> Layout:
@@ -391,8 +411,7 @@ def _result(mask: Tensor, shape: Sequence[int], block: tuple[int, int], capacity
 
 def _reached(layout: Layout, moved: Axes, block: tuple[int, int]) -> Tensor:
     """Bool `[Z, rows, cols]`: blocks of the result that hold any of layout's."""
-    grid = layout.batch, layout.rows, layout.cols
-    return _reach((layout.positions >= 0).view(grid), moved, layout.block_size, block)
+    return _reach((layout.positions >= 0).view(layout.form[:3]), moved, layout.block_size, block)
 
 
 def _reach(mask: Tensor, moved: Axes, source: tuple[int, int], block: tuple[int, int]) -> Tensor:
@@ -400,12 +419,6 @@ def _reach(mask: Tensor, moved: Axes, source: tuple[int, int], block: tuple[int,
     if z.forward is not None:
         mask = mask[z.forward(mask.device)]
     return cols.reach(rows.reach(mask, 1, source[0], block[0]), 2, source[1], block[1])
-
-
-def _check_times(operator: str, argument: str, value: int, hint: str) -> None:
-    """A number of copies; with 0 the result is empty."""
-    if value != 0 or not isinstance(value, int) or isinstance(value, bool):
-        checks.positive(operator, argument, value, hint)
 
 
 def _dim(operator: str, x: BlockSparseTensor, dim: int) -> int:
@@ -416,7 +429,7 @@ def _dim(operator: str, x: BlockSparseTensor, dim: int) -> int:
 
 
 def _at(x: BlockSparseTensor, dim: int, axis: Axis) -> tuple[Axes, tuple[int, ...]]:
-    """What happens to x, and its shape then, where `axis` happens to one dimension."""
+    """The axes of x, and its shape, after `axis` happened to one dimension."""
     *lead, m, n = x.shape
     shape = (*x.shape[:dim], axis.length, *x.shape[dim + 1 :])
     if dim == len(lead):
@@ -449,85 +462,41 @@ def _check_alike(operator: str, first: BlockSparseTensor, x: BlockSparseTensor, 
     checks.same_device(operator, "tensors[0]", first.device, **{name: x.values})
 
 
-MOVES = 16
-"""Of how many repetitions a layout keeps what follows from them."""
-Source = tuple[Tensor, Tensor, Tensor, Tensor]
-"""nnz `[1]`, each block's row and column, and the number of each place's block."""
-
-
-def _side_by_side(tensors: Sequence[BlockSparseTensor], dim: int) -> tuple[Tensor, Source, tuple[int, int]]:
-    """(values, where they are, size) of tensors whose grids of blocks stand side by side, their blocks as they were."""
-    layouts = [x.layout for x in tensors]
-    first = layouts[0]
-    values = torch.cat([x.values for x in tensors])
-    grids, rows, cols, ahead, places = [], [], [], 0, 0
-    total = sum(layout.shape[dim] for layout in layouts)
-    inner = math.prod(first.shape[dim + 1 : -1])
-    for layout in layouts:
-        grid, at = layout.positions.view(layout.shape), layout.row_indices
-        grids.append(torch.where(grid >= 0, grid.clamp(max=layout.capacity - 1) + ahead, -1))
-        if dim == len(first.shape) - 1:
-            rows.append(at)
-            cols.append(torch.where(at >= 0, layout.col_indices + places, -1))
-        else:
-            # A row's number changes with those that stand before it.
-            step = layout.shape[dim] * inner
-            there = at // max(step, 1) * (total * inner) + at % max(step, 1) + places * inner
-            rows.append(torch.where(at >= 0, there, -1))
-            cols.append(layout.col_indices)
-        ahead, places = ahead + layout.capacity, places + layout.shape[dim]
-    # One that overflowed spoils all.
-    lost = torch.stack([layout.overflowed for layout in layouts]).any()
-    nnz = torch.where(lost, ahead + 1, 0).int().view(1)
-    size = [first.size[0], first.size[1]]
-    if dim >= len(first.shape) - 2:
-        axis = dim - len(first.shape)
-        size[axis] = total * first.block_size[axis]
-    source = nnz, torch.cat(rows).int(), torch.cat(cols).int(), torch.cat(grids, dim).int().reshape(-1)
-    return values, source, (size[0], size[1])
-
-
-def _pull(
-    values: Tensor, source: Source, size: tuple[int, int], layout: Layout, moved: Axes | Moved
-) -> BlockSparseTensor:
+def _pull(values: Tensor, source: Source, layout: Layout, move: Moved) -> BlockSparseTensor:
     """`layout`'s blocks, each element from where the axes say."""
-    block, device = layout.block_size, values.device
-    move = moved if isinstance(moved, Moved) else Moved(moved)
-    tile = [move.axes[1].tile(values.shape[1], block[0]), move.axes[2].tile(values.shape[2], block[1])]
-    maps, inverses = [None] * 3, [None] * 3
+    (buffer, form), block, device = source, layout.block_size, values.device
+    tile = move.axes[1].tile(values.shape[1], block[0]), move.axes[2].tile(values.shape[2], block[1])
+    maps: Any = [None] * 3
+    inverses: Any = [None] * 3
     # Operators read no map where source or result has no elements.
-    if 0 not in (*size, *layout.dense_shape, source[3].numel()):
+    if form.z * form.m * form.n and math.prod(layout.dense_shape):
         maps = move.once("maps", lambda: move.maps(device))
         inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else inverses
-    sizes = [*size, *layout.size]
-    call = undispatched(_rearrange, values)
-    out = call(values, *source, *layout.places, *maps, *inverses, sizes, list(block), tile)
-    return BlockSparseTensor(out, layout)
+    given: Any = layout.form, *maps, *inverses, tile
+    call = BlocksparseRearrange(values, buffer, form, layout.buffer, *given)
+    return BlockSparseTensor(_rearrange(call), layout)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:15])
-    ctx.sizes, ctx.tile = list(inputs[15]), list(inputs[17])
-    ctx.block = list(inputs[0].shape[1:])
+def _backward(call: BlocksparseRearrange, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    """The same with source and result exchanged; a source that was taken several times gets a sum."""
+    maps, inverses = call[5:8], call[8:11]
+    ends = call.out_layout, call.out_form, call.layout, call.form
+    return {"values": _rearrange(BlocksparseRearrange(grads[0], *ends, *inverses, *maps, call.tile))}
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The same with source and result exchanged; what a source became several times is added."""
-    kept = ctx.saved_tensors
-    source, result, maps, inverses = kept[:4], kept[4:8], kept[8:11], kept[11:14]
-    m, n, m_out, n_out = ctx.sizes
-    sizes = [m_out, n_out, m, n]
-    call = undispatched(_rearrange, grad)
-    return (call(grad, *result, *source, *inverses, *maps, sizes, ctx.block, ctx.tile), *[None] * 17)
+def _fake(call: BlocksparseRearrange) -> Tensor:
+    form = Form(*call.out_form)
+    return call.values.new_empty(form.capacity, form.height, form.width)
 
 
-_PARTS = "Tensor {0}nnz, Tensor {0}rows, Tensor {0}cols, Tensor {0}positions"
-_rearrange = register(
-    f"blocksparse_rearrange(Tensor values, {_PARTS.format('')}, {_PARTS.format('out_')}, Tensor? z_map, Tensor? i_map, "
-    "Tensor? j_map, Tensor? z_inverse, Tensor? i_inverse, Tensor? j_inverse, SymInt[] sizes, SymInt[] block, "
-    "SymInt[] tile) -> Tensor",
+@register(
+    BlocksparseRearrange,
     cpu=_cpu,
-    fake=lambda values, *rest: values.new_empty(rest[5].shape[0], *rest[15]),
-    setup_context=_keep,
+    fake=_fake,
     backward=_backward,
+    saved=("layout", "out_layout", "z_map", "i_map", "j_map", "z_inverse", "i_inverse", "j_inverse"),
 )
+def _rearrange() -> Any:
+    from gossamer.blocksparse._triton.rearrange import rearrange
+
+    return rearrange

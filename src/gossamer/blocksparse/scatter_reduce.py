@@ -1,4 +1,4 @@
-"""Scatter along any dimension of block-sparse matrices."""
+"""Scatter along any dimension of block-sparse matrices, with and without a reduction."""
 
 from __future__ import annotations
 
@@ -17,51 +17,29 @@ REDUCTIONS = ("sum", "mean", "amax", "amin", "prod")
 
 
 def scatter(
-    input: BlockSparseTensor | Layout, dim: int, index: BlockSparseTensor, src: BlockSparseTensor
-) -> BlockSparseTensor:
-    """Puts elements of `src` where indices say, as `torch.scatter`: `out[z, i, index[z, i, j]] = src[z, i, j]` for
-    `dim=-1`. Of several for one place the last along `dim` is taken, always.
-
-    Args, Raises: as in `scatter_reduce`.
-
-    Returns:
-        `BlockSparseTensor` of input's layout, differentiable in input and src.
-
-    Source: Schön and Tompits, blksprs, section 3.2.5; `torch.scatter`.
-
-    >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
-    >>> src, index = from_dense(torch.ones(32, 32), layout), from_dense(torch.full((32, 32), 3), layout)
-    >>> int(scatter(layout, 0, index, src).to_dense().sum())
-    16
-    """
-    at, given, values, dtype = _operands("blocksparse.scatter", input, dim, index, src)
-    out = at.scatter(given, values, "last", True, dtype)
-    return BlockSparseTensor(out, input if isinstance(input, Layout) else input.layout)
-
-
-def scatter_reduce(
     input: BlockSparseTensor | Layout,
     dim: int,
     index: BlockSparseTensor,
     src: BlockSparseTensor,
-    reduce: Literal["sum", "mean", "amax", "amin", "prod"],
+    reduce: Literal["sum", "mean", "amax", "amin", "prod"] | None = None,
     *,
     include_self: bool = True,
 ) -> BlockSparseTensor:
-    """Joins elements of `src` where indices say, as `torch.scatter_reduce`: `out[z, i, index[z, i, j]] += src[z, i, j]`
-    for `dim=-1` and the sum. The order is fixed: the same input gives the same bits.
+    """Puts elements of `src` where indices say, as `torch.scatter`: `out[z, i, index[z, i, j]] = src[z, i, j]` for
+    `dim=-1`; or joins them, as `torch.scatter_reduce`. The order is fixed: the same input gives the same bits.
 
     Args:
-        input: `[..., M, N]`, what is there before, or a `Layout`: zeros of src's dtype, which take no part. Elements
-            for blocks that its layout lacks are left out.
+        input: `[..., M, N]`, the elements before, or a `Layout`: zeros of src's dtype, which take no part. Elements for
+            blocks that its layout lacks are left out.
         dim: any dimension, a leading one too.
         index: `[..., M', N']`, int32 or int64, in blocks of the same size; but for `dim` the leading dimensions are
             those of input, and M' <= M, N' <= N. Where its layout has no block there are no entries; -1 is none. Any
             other index that is out of range raises on the CPU; on a GPU it is none.
         src: `[..., M'', N'']` of input's dtype, with M'' >= M' and N'' >= N' and the leading dimensions of index; where
             it lacks a block, zeros. Sharing index's `Layout` spares a copy.
-        reduce: "sum", "mean", "amax", "amin" or "prod"; bool has the last three, and "mean" is for floats.
-        include_self: False leaves out input's own value where there are entries, and keeps it where there are none.
+        reduce: "sum", "mean", "amax", "amin" or "prod"; bool has the last three, and "mean" is for floats. None takes
+            the last along `dim` of several for one place.
+        include_self: with a reduction, False leaves out input's own value where there are entries.
 
     Returns:
         `BlockSparseTensor` of input's layout and dtype, differentiable in input and src. If a layout overflowed,
@@ -72,15 +50,18 @@ def scatter_reduce(
             range.
         TypeError: index is not int32 or int64, dtypes differ, or an argument is no `BlockSparseTensor`.
 
-    Source: Schön and Tompits, blksprs, section 3.2.5; `torch.scatter_reduce`.
+    Source: Schön and Tompits, blksprs, section 3.2.5; `torch.scatter`, `torch.scatter_reduce`.
 
     >>> layout = Layout.from_mask(torch.eye(2).bool(), 16)
     >>> src, index = from_dense(torch.ones(32, 32), layout), from_dense(torch.full((32, 32), 3), layout)
-    >>> scatter_reduce(layout, 0, index, src, "sum").to_dense()[3, :2].tolist()
+    >>> scatter(layout, 0, index, src, "sum").to_dense()[3, :2].tolist()
     [16.0, 16.0]
     """
-    operator = "blocksparse.scatter_reduce"
+    operator = "blocksparse.scatter"
     at, given, values, dtype = _operands(operator, input, dim, index, src)
+    layout = input if isinstance(input, Layout) else input.layout
+    if reduce is None:
+        return BlockSparseTensor(at.scatter(given, values, "last", True, dtype), layout)
     if reduce not in REDUCTIONS:
         raise ValueError(f"{operator}: reduce must be one of {', '.join(REDUCTIONS)}, got {reduce!r}.")
     if reduce == "mean" and not dtype.is_floating_point:
@@ -88,7 +69,6 @@ def scatter_reduce(
     if dtype is torch.bool and reduce == "sum":
         raise TypeError(f'{operator}: reduce="sum" needs numbers, got bool. Use "amax", or src.values.int().')
     include_self = include_self and given is not None
-    layout = input if isinstance(input, Layout) else input.layout
     if reduce != "mean":
         return BlockSparseTensor(at.scatter(given, values, reduce, include_self, dtype), layout)
     total = at.scatter(given, values, "sum", include_self, torch.promote_types(dtype, torch.float32))

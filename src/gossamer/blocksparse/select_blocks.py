@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer.blocksparse.attention_path import first_key
 from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of
 
 _NAME = "blocksparse.select_blocks"
@@ -22,9 +23,9 @@ def select_blocks(
     top_k: int | None = None,
     threshold: float | None = None,
     sinks: int = 0,
-    window: int = 0,
+    window: int | None = None,
     causal: bool = False,
-    valid_lengths: Tensor | None = None,
+    lengths: Tensor | None = None,
     scale: float | None = None,
     capacity: int | None = None,
 ) -> Layout:
@@ -43,11 +44,11 @@ def select_blocks(
         threshold: 0 to 1: a row takes its highest blocks until their shares of the softmax over what it sees reach
             this, at least one. With `top_k` too, until either is reached. One of both has to be given.
         sinks: how many first blocks of keys every row keeps.
-        window: how many blocks next to the diagonal every row keeps, counted from those that hold its own positions:
-            1 for these alone, 2 for one more before them (and one behind, unless causal). The last query is aligned
-            with the last key, or with key valid_lengths - 1, as in `attention`.
+        window: how many keys behind its own positions, and unless causal ahead of them, every row keeps, as in
+            `sliding_window`: 0 for the blocks of its own positions alone, None for none. The last query is aligned with
+            the last key, or with key lengths - 1, as in `attention`.
         causal: whether a row sees no block that lies behind its last query.
-        valid_lengths: int `[B]`: keys from there on are in no mean, and blocks of these alone in no row.
+        lengths: int `[B]`: keys from there on are in no mean, and blocks of these alone in no row.
         scale: of the scores, for `threshold`; None takes D^-0.5.
         capacity: how many blocks to make room for. None makes room for as many as there can be, which with `top_k` is
             known beforehand.
@@ -63,41 +64,41 @@ def select_blocks(
     Jiang et al. 2024, "MInference 1.0", section 3 (block-sparse heads).
 
     >>> q, k = torch.randn(1, 2, 64, 8), torch.randn(1, 2, 64, 8)
-    >>> select_blocks(q, k, 16, top_k=2, window=1, causal=True).nnz.item()
+    >>> select_blocks(q, k, 16, top_k=2, window=0, causal=True).nnz.item()
     14
     """
     height, width = check_block_size(_NAME, block_size)
-    scale = _check(q, k, top_k, threshold, sinks, window, valid_lengths, scale)
+    scale = _check(q, k, top_k, threshold, sinks, window, lengths, scale)
     (b, h, tq, _), (hk, tk) = q.shape, k.shape[1:3]
     rows, cols = grid_of((tq, tk), (height, width))
     with autocast.disabled(q.device):
-        keys = _means(k, width, valid_lengths).repeat_interleave(h // hk if hk else 1, 1)
+        keys = _means(k, width, lengths).repeat_interleave(h // hk if hk else 1, 1)
         scores = _means(q, height, None) @ keys.transpose(2, 3) * scale
-    limits = torch.full((1,), tk, device=q.device) if valid_lengths is None else valid_lengths.clamp(max=tk)
-    shift = (limits - tq).clamp(min=min(tk - tq, 0)).view(-1, 1, 1, 1)
+    limits = torch.full((1,), tk, device=q.device) if lengths is None else lengths.clamp(max=tk)
+    shift = first_key(limits, tq, tk).view(-1, 1, 1, 1)
     seen, kept = _visible((tq, tk), shift, (height, width), sinks, window, causal)
     seen, kept = seen.expand(b, 1, rows, cols), kept.expand(b, 1, rows, cols)
-    if valid_lengths is not None:
-        seen = seen & (torch.arange(cols, device=q.device) * width < valid_lengths.view(b, 1, 1, 1))
+    if lengths is not None:
+        seen = seen & (torch.arange(cols, device=q.device) * width < lengths.view(b, 1, 1, 1))
     order, taken = _ranked(scores, seen, kept, top_k, threshold)
     mask = torch.zeros_like(taken).scatter_(3, order, taken)
     if capacity is None:
         most = cols
         if top_k is not None:
-            reach = -(-height // width) + 1 + (window - 1) * (1 if causal else 2)
-            most = min(cols, max(top_k, min(sinks, cols) + (reach if window else 0)))
+            reach = 0 if window is None else -(-(height + window * (1 if causal else 2) - 1) // width) + 1
+            most = min(cols, max(top_k, min(sinks, cols) + reach))
         capacity = max(b * h * rows * most, 1)
     return Layout.from_mask(mask, (height, width), size=(tq, tk), capacity=capacity)
 
 
 def _check(
-    q: Tensor, k: Tensor, top_k: int | None, threshold: float | None, sinks: int, window: int,
-    valid_lengths: Tensor | None, scale: float | None,
+    q: Tensor, k: Tensor, top_k: int | None, threshold: float | None, sinks: int, window: int | None,
+    lengths: Tensor | None, scale: float | None,
 ) -> float:  # fmt: skip
     """The scale; raises where something does not fit."""
     checks.floating(_NAME, q=q, k=k)
-    checks.whole(_NAME, valid_lengths=valid_lengths)
-    checks.same_device(_NAME, "q", q.device, k=k, valid_lengths=valid_lengths)
+    checks.whole(_NAME, lengths=lengths)
+    checks.same_device(_NAME, "q", q.device, k=k, lengths=lengths)
     if q.dim() != 4 or k.dim() != 4 or (k.shape[0], k.shape[3]) != (q.shape[0], q.shape[3]):
         raise ValueError(
             f"{_NAME}: q and k must have shapes [B, H, Tq, D] and [B, Hk, Tk, D], got {list(q.shape)} and "
@@ -105,8 +106,8 @@ def _check(
         )
     if k.shape[1] != q.shape[1] and (k.shape[1] == 0 or q.shape[1] % k.shape[1]):
         raise ValueError(f"{_NAME}: the heads of k must divide the {q.shape[1]} heads of q, got {k.shape[1]}.")
-    if valid_lengths is not None:
-        checks.shape(_NAME, "valid_lengths", valid_lengths, (q.shape[0],), "[B]", "like q")
+    if lengths is not None:
+        checks.shape(_NAME, "lengths", lengths, (q.shape[0],), "[B]", "like q")
     if top_k is None and threshold is None:
         raise ValueError(f"{_NAME}: top_k or threshold must be given, got neither.")
     if top_k is not None:
@@ -115,9 +116,9 @@ def _check(
         checks.number(_NAME, "threshold", threshold, "It is a share of the softmax.")
         if threshold > 1:
             raise ValueError(f"{_NAME}: threshold must be at most 1, got {threshold}. It is a share of the softmax.")
-    for name, value in (("sinks", sinks), ("window", window)):
+    for name, value, unit in (("sinks", sinks, "blocks"), ("window", 0 if window is None else window, "keys")):
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ValueError(f"{_NAME}: {name} must be an int of at least 0, got {value!r}. It is a number of blocks.")
+            raise ValueError(f"{_NAME}: {name} must be an int of at least 0, got {value!r}. It is a number of {unit}.")
     if scale is None:
         return float(max(q.shape[3], 1)) ** -0.5
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
@@ -144,7 +145,7 @@ def _means(x: Tensor, size: int, lengths: Tensor | None) -> Tensor:
 
 
 def _visible(
-    size: tuple[int, int], shift: Tensor, block: tuple[int, int], sinks: int, window: int, causal: bool
+    size: tuple[int, int], shift: Tensor, block: tuple[int, int], sinks: int, window: int | None, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """(which blocks a row sees, which it always keeps), bool `[B or 1, 1, rows, cols]`; `shift` is where the first
     query of a sequence stands among its keys."""
@@ -154,9 +155,9 @@ def _visible(
     last = ((row + 1) * height).clamp(max=size[0]) - 1 + shift
     seen = col * width <= last if causal else torch.ones_like(col * width <= last)
     kept = (col < sinks).expand_as(seen)
-    if window:
-        before = first.div(width, rounding_mode="floor") - (window - 1)
-        behind = last.div(width, rounding_mode="floor") + (0 if causal else window - 1)
+    if window is not None:
+        before = (first - window).div(width, rounding_mode="floor")
+        behind = (last + (0 if causal else window)).div(width, rounding_mode="floor")
         kept = kept | (col >= before) & (col <= behind)
     return seen, kept
 

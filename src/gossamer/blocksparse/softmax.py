@@ -10,21 +10,24 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import refuse_second, register, undispatched
+from gossamer._core.operator import register
 from gossamer.blocksparse._torch import softmax as _cpu
+from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
 
 _NAME = "blocksparse.softmax"
 
 
-def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 1.0) -> BlockSparseTensor:
+def softmax(
+    x: BlockSparseTensor, *, mask: Tensor | BlockSparseTensor | None = None, scale: float = 1.0
+) -> BlockSparseTensor:
     """softmax(scale * x) along each row; absent blocks take no part, as if they held -inf.
 
     Args:
         x: `[..., M, N]` with any layout; float32, float16 or bfloat16 (float64 on the CPU). Elements that a pattern's
             cut blocks leave out (`Layout.elements`) take no part.
-        mask: bool, True takes part: dense, broadcasting to `[..., M, N]`, or for the layout's blocks `[capacity,
-            height, width]`. Elements that take no part are 0 in the result.
+        mask: bool, True takes part: dense, broadcasting to `[..., M, N]`, or a `BlockSparseTensor` of x's layout.
+            Elements that take no part are 0 in the result.
         scale: what x is multiplied with first.
 
     Returns:
@@ -32,7 +35,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
         Differentiable once in x; the same bits in each run.
 
     Raises:
-        ValueError: mask has another shape or device, or scale is not finite.
+        ValueError: mask has another shape, device or layout, or scale is not finite.
         TypeError: x is no `BlockSparseTensor` or not floating, or mask is not bool.
 
     Source: Schön and Tompits, blksprs, section 3.2.2.
@@ -45,28 +48,29 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
     layout = x.layout
     if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
         raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}.")
-    if mask is not None:
-        mask = _mask(x, mask)
-    out = undispatched(_softmax, x.values)(
-        x.values, mask, layout.row_offsets, layout.row_indices, layout.col_indices, layout.elements,
-        *layout.size, float(scale),
-    )  # fmt: skip
-    return replace(x, values=out)
+    given = None if mask is None else _mask(x, mask)
+    call = BlocksparseSoftmax(x.values, given, layout.buffer, layout.form, float(scale))
+    return replace(x, values=_softmax(call))
 
 
-def _mask(x: BlockSparseTensor, mask: Tensor) -> Tensor:
+def _mask(x: BlockSparseTensor, mask: Any) -> Tensor:
     """`[1 or Z, 1 or M, 1 or N]`, or blocks with one dimension more, `[1, capacity, height, width]`."""
+    blocks = isinstance(mask, BlockSparseTensor)
+    if blocks:
+        if not mask.layout.is_same(x.layout):
+            raise ValueError(f"{_NAME}: mask must have the layout of x, got another one.")
+        mask = mask.values
     checks.tensors(_NAME, mask=mask)
     checks.same_device(_NAME, "x", x.device, mask=mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}.")
-    if mask.shape == x.values.shape:
+    if blocks:
         return mask[None]
     own = (1,) * (len(x.shape) - mask.dim()) + tuple(mask.shape)
     if len(own) != len(x.shape) or any(n not in (1, m) for n, m in zip(own, x.shape)):
         raise ValueError(
-            f"{_NAME}: mask must broadcast to [..., M, N] = {list(x.shape)}, or have shape [capacity, height, width] = "
-            f"{list(x.values.shape)} like x's values, got {list(mask.shape)}."
+            f"{_NAME}: mask must broadcast to [..., M, N] = {list(x.shape)}, got {list(mask.shape)}. Give blocks as a "
+            "BlockSparseTensor of x's layout."
         )
     mask = mask.reshape(own)
     if any(n > 1 for n in own[:-2]):
@@ -74,31 +78,33 @@ def _mask(x: BlockSparseTensor, mask: Tensor) -> Tensor:
     return mask.reshape(math.prod(mask.shape[:-2]), *own[-2:])
 
 
-def _context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(output, inputs[2], inputs[3])
-    ctx.columns, ctx.scale = inputs[7], inputs[8]
+def _backward(call: BlocksparseSoftmax, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    (out,) = kept
+    return {"values": _softmax_bwd(BlocksparseSoftmaxBwd(grads[0], out, call.layout, call.form, call.scale))}
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    refuse_second(_NAME)
-    out, row_offsets, row_indices = ctx.saved_tensors
-    call = undispatched(_softmax_bwd, grad, out)
-    return call(grad, out, row_offsets, row_indices, ctx.columns, ctx.scale), *[None] * 8
-
-
-_softmax = register(
-    "blocksparse_softmax(Tensor values, Tensor? mask, Tensor row_offsets, Tensor row_indices, Tensor col_indices, "
-    "Tensor? elements, SymInt m, SymInt n, float scale) -> Tensor",
+@register(
+    BlocksparseSoftmax,
     cpu=_cpu.softmax,
-    strided=("mask",),
-    fake=lambda values, *rest: torch.empty_like(values, memory_format=torch.contiguous_format),
-    setup_context=_context,
+    fake=lambda call: torch.empty_like(call.values, memory_format=torch.contiguous_format),
     backward=_backward,
-)
-_softmax_bwd = register(
-    "blocksparse_softmax_bwd(Tensor grad, Tensor out, Tensor row_offsets, Tensor row_indices, SymInt n, float scale) "
-    "-> Tensor",
-    cpu=_cpu.softmax_bwd,
-    fake=lambda grad, out, *rest: torch.empty_like(out, memory_format=torch.contiguous_format),
+    saved=("layout",),
+    keep=lambda call, out: (out,),
     once_differentiable=_NAME,
 )
+def _softmax() -> Any:
+    from gossamer.blocksparse._triton.softmax import softmax
+
+    return softmax
+
+
+@register(
+    BlocksparseSoftmaxBwd,
+    cpu=_cpu.softmax_bwd,
+    fake=lambda call: torch.empty_like(call.out, memory_format=torch.contiguous_format),
+    once_differentiable=_NAME,
+)
+def _softmax_bwd() -> Any:
+    from gossamer.blocksparse._triton.softmax import softmax_bwd
+
+    return softmax_bwd

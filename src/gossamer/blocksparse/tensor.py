@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import checks
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
 from gossamer.blocksparse._torch import tensor as _cpu
 from gossamer.blocksparse.arithmetic import Arithmetic
 from gossamer.blocksparse.layout import Layout, check_layouts
+from gossamer.blocksparse.lists import Form
+from gossamer.blocksparse.records import BlocksparseFromDense, BlocksparseToDense, BlocksparseTranspose
+from gossamer.blocksparse.rows import check_floats
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -68,66 +71,26 @@ class BlockSparseTensor(Arithmetic):
 
     def to_dense(self, fill: float = 0.0) -> Tensor:
         """The dense `[..., M, N]` tensor, with `fill` where no block is; differentiable in values."""
-        layout, (m, n) = self.layout, self.layout.size
-        out = undispatched(_to_dense, self.values)(self.values, *layout.places, layout.batch, m, n, fill)
-        return out.view(self.shape)
+        call = BlocksparseToDense(self.values, self.layout.buffer, self.layout.form, fill)
+        return _to_dense(call).view(self.shape)
 
     @property
     def mT(self) -> BlockSparseTensor:
-        """The transposed matrices, `transpose(self)`. Products need no such copy: `matmul(..., transpose_a=True)`."""
-        from gossamer.blocksparse.transpose import transpose
+        """The transposed matrices, blocks and the elements in them, with the layout `layout.transpose()`.
 
-        return transpose(self)
+        Products need no such copy: `matmul(..., transpose_a=True)`. Source: Schön and Tompits, blksprs, section 3.2.
 
-    def sum(self, dim: int = -1) -> Tensor:
-        """The sum of each row (`dim=-1`), `[..., M]`, or column (`dim=-2`), `[..., N]`; absent blocks are zeros.
-
-        It has this tensor's dtype and is added up in float32; that of integers and bool is int64, exact. It is
-        differentiable, and has the same bits in each run.
-
-        Raises:
-            ValueError: dim is another one.
-
-        Source: Schön and Tompits, blksprs (row-wise operations).
-
-        >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-        >>> x.sum()[0].item(), x.mean()[0].item(), (x - 3).amax()[0].item()
-        (16.0, 0.5, -2.0)
+        >>> x = from_dense(torch.ones(16, 2), Layout.from_mask(torch.ones(1, 1).bool(), 16, size=(16, 2)))
+        >>> x.mT.shape
+        (2, 16)
         """
-        from gossamer.blocksparse.rows import sum
+        call = BlocksparseTranspose(self.values, self.layout.buffer, self.layout.form)
+        return BlockSparseTensor(_transpose(call), self.layout.transpose())
 
-        return sum(self, dim)
-
-    def mean(self, dim: int = -1) -> Tensor:
-        """The mean of each row or column, absent blocks counted as zeros, as `sum`; of floats."""
-        from gossamer.blocksparse.rows import mean
-
-        return mean(self, dim)
-
-    def amax(self, dim: int = -1) -> Tensor:
-        """The largest stored element of each row or column, as `sum`, in this tensor's dtype.
-
-        Absent blocks take no part, as in `softmax`: a row without blocks gives -inf, of integers the lowest number.
-        Elements that share the maximum share the gradient, as in `torch.amax`.
-        """
-        from gossamer.blocksparse.rows import amax
-
-        return amax(self, dim)
-
-    def __matmul__(self, other: Any) -> Tensor:
-        """`matmul(self, other)` with a dense result, of a dense or a block-sparse other."""
-        if not isinstance(other, Tensor | BlockSparseTensor):
-            return NotImplemented
-        from gossamer.blocksparse.matmul import matmul
-
-        return matmul(self, other)
-
-    def __rmatmul__(self, other: Any) -> Tensor:
-        if not isinstance(other, Tensor):
-            return NotImplemented
-        from gossamer.blocksparse.matmul import matmul
-
-        return matmul(other, self)
+    if TYPE_CHECKING:
+        # Bound in `matmul.py`, which knows tensors.
+        def __matmul__(self, other: Tensor | BlockSparseTensor) -> Tensor: ...
+        def __rmatmul__(self, other: Tensor) -> Tensor: ...
 
     def __repr__(self) -> str:
         return (
@@ -164,8 +127,7 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     checks.shape(operator, "x", x, layout.dense_shape, "[..., M, N]", "like layout")
     checks.same_device(operator, "layout", layout.device, x=x)
     flat = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
-    values = undispatched(_from_dense, flat)(flat, *layout.places, *layout.block_size)
-    return BlockSparseTensor(values, layout)
+    return BlockSparseTensor(_from_dense(BlocksparseFromDense(flat, layout.buffer, layout.form)), layout)
 
 
 def check_blocks(operator: str, **given: Any) -> None:
@@ -195,50 +157,65 @@ def check_computed(operator: str, **given: BlockSparseTensor) -> None:
 
 def check_floating(operator: str, **given: BlockSparseTensor) -> None:
     """Every block-sparse tensor holds floats that kernels compute with."""
-    check_computed(operator, **given)
+    check_blocks(operator, **given)
     for argument, x in given.items():
-        if not x.dtype.is_floating_point:
-            raise TypeError(
-                f"{operator}: {argument} must be float32, float16 or bfloat16 (float64 on the CPU), got "
-                f"{checks.name_of(x.dtype)}. Convert it with {argument}.to(torch.float32)."
-            )
+        check_floats(operator, argument, x.values)
 
 
 # Whole numbers; and float64, in which blocks are held and moved on a GPU too.
 _MOVED = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float64)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    ctx.save_for_backward(*inputs[1:5])
-    ctx.shape = inputs[0].shape
+def _from_dense_backward(call: BlocksparseFromDense, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    return {"x": _to_dense(BlocksparseToDense(grads[0], call.layout, call.form, 0.0))}
 
 
-def _from_dense_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (undispatched(_to_dense, grad)(grad, *ctx.saved_tensors, *ctx.shape, 0.0), *[None] * 6)
+def _to_dense_backward(call: BlocksparseToDense, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    return {"values": _from_dense(BlocksparseFromDense(grads[0], call.layout, call.form))}
 
 
-def _to_dense_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return (undispatched(_from_dense, grad)(grad, *ctx.saved_tensors, *ctx.shape[1:]), *[None] * 8)
+def _transpose_backward(call: BlocksparseTranspose, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    return {"values": _transpose(BlocksparseTranspose(grads[0], call.layout, Form(*call.form).mT))}
 
 
-_from_dense = register(
-    "blocksparse_from_dense(Tensor x, Tensor nnz, Tensor row_indices, Tensor col_indices, Tensor positions, "
-    "SymInt height, SymInt width) -> Tensor",
-    cpu=_cpu.from_dense,
-    fake=lambda x, nnz, row_indices, col_indices, positions, height, width: x.new_empty(
-        col_indices.shape[0], height, width
-    ),
-    setup_context=_keep,
-    backward=_from_dense_backward,
+def _from_dense_fake(call: BlocksparseFromDense) -> Tensor:
+    form = Form(*call.form)
+    return call.x.new_empty(form.capacity, form.height, form.width)
+
+
+def _to_dense_fake(call: BlocksparseToDense) -> Tensor:
+    form = Form(*call.form)
+    return call.values.new_empty(form.z, form.m, form.n)
+
+
+@register(
+    BlocksparseFromDense, cpu=_cpu.from_dense, fake=_from_dense_fake, backward=_from_dense_backward, saved=("layout",)
 )
-_to_dense = register(
-    "blocksparse_to_dense(Tensor values, Tensor nnz, Tensor row_indices, Tensor col_indices, Tensor positions, "
-    "SymInt z, SymInt m, SymInt n, float fill) -> Tensor",
-    cpu=_cpu.to_dense,
-    fake=lambda values, nnz, row_indices, col_indices, positions, z, m, n, fill: values.new_empty(z, m, n),
-    setup_context=_keep,
-    backward=_to_dense_backward,
+def _from_dense() -> Any:
+    from gossamer.blocksparse._triton.tensor import from_dense
+
+    return from_dense
+
+
+@register(BlocksparseToDense, cpu=_cpu.to_dense, fake=_to_dense_fake, backward=_to_dense_backward, saved=("layout",))
+def _to_dense() -> Any:
+    from gossamer.blocksparse._triton.tensor import to_dense
+
+    return to_dense
+
+
+@register(
+    BlocksparseTranspose,
+    cpu=_cpu.transpose,
+    fake=lambda call: call.values.new_empty(call.values.mT.shape),
+    backward=_transpose_backward,
+    saved=("layout",),
 )
+def _transpose() -> Any:
+    from gossamer.blocksparse._triton.transpose import transpose
+
+    return transpose
+
 
 torch.serialization.add_safe_globals([BlockSparseTensor])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from gossamer._core import checks
-from gossamer.blocksparse.layout import PARTS, Layout
+from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.tensor import BlockSparseTensor
 
 
@@ -59,6 +59,10 @@ def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True, pr
         raise ValueError("\n- ".join([f"{operator}: {many} wrong.", *found]))
 
 
+PARTS = ("row_offsets", "col_indices", "row_indices", "col_offsets", "transpose_order", "positions")
+"""The lists of a layout."""
+
+
 def _alone(layout: Layout) -> list[str]:
     """What is wrong with a layout."""
     nnz, room = int(layout.nnz), layout.capacity
@@ -80,8 +84,7 @@ def _behind(k: int, before: Layout, layout: Layout) -> list[str]:
         found.append(f"it has {layout.size[0]} rows, operand {k} {before.size[1]} columns. They meet in a product.")
     if layout.block_size[0] != before.block_size[1]:
         found.append(
-            f"its blocks are {layout.block_size[0]} high, those of operand {k} {before.block_size[1]} wide. Use "
-            "adapt_layout."
+            f"its blocks are {layout.block_size[0]} high, those of operand {k} {before.block_size[1]} wide. Use adapt."
         )
     leads = layout.shape[:-2], before.shape[:-2]
     if leads[0] != leads[1]:
@@ -100,7 +103,7 @@ def _beside(one: BlockSparseTensor | Layout, other: BlockSparseTensor | Layout, 
         return [_elsewhere(0, first, layout)]
     if layout.block_size != first.block_size:
         here, there = (f"{a} x {b}" for a, b in (layout.block_size, first.block_size))
-        return [f"its blocks are {here}, those of operand 0 {there}. Use adapt_layout; of factors say product=True."]
+        return [f"its blocks are {here}, those of operand 0 {there}. Use adapt; of factors say product=True."]
     if not same_layout:
         return []
     if layout.dense_shape != first.dense_shape:
@@ -112,6 +115,6 @@ def _beside(one: BlockSparseTensor | Layout, other: BlockSparseTensor | Layout, 
             return []
         return [
             "it has the blocks of operand 0, but a Layout of its own: they are compared as objects. Give both one "
-            "Layout, or use adapt_layout."
+            "Layout, or use adapt."
         ]
-    return [f"it has {extra} blocks that operand 0 lacks, and lacks {missing} that operand 0 has. Use adapt_layout."]
+    return [f"it has {extra} blocks that operand 0 lacks, and lacks {missing} that operand 0 has. Use adapt."]

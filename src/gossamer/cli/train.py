@@ -17,9 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import distributed
 
 from gossamer import train as training
+from gossamer._core.files import make_folder
 from gossamer.cli.energy import energy_counter
 from gossamer.cli.environment import describe, resolve_device
-from gossamer.cli.folder import make_folder
 
 train = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train transformers whose feed-forward blocks become sparse."
@@ -49,7 +49,7 @@ def pack(
     with _told("pack"):
         if bool(text) == bool(dataset):
             raise ValueError("gossamer train pack: give either TEXT or --dataset, and not both.")
-        make_folder(out, "gossamer train pack")
+        make_folder("gossamer train pack", "--out", out)
 
         def read() -> Iterable[str]:
             return training.read_dataset(dataset) if dataset else training.read_text(text)

@@ -60,10 +60,7 @@ class SparseBlock:
 
     @property
     def last_path(self) -> str | None:
-        """The path last taken of those that `gated` names, or None before there was a call.
-
-        A CPU looks at the gate first: where most of it is active `"gather"` multiplies the whole block, which is
-        `"dense"`."""
+        """The path last taken of those that `gated` names, or None before there was a call."""
         return self.density.last_path
 
     def __call__(

@@ -30,9 +30,9 @@ class BlockSparseAttention(nn.Module):
         hidden_size: of x and of the result.
         num_heads, num_kv_heads: heads of queries, and of keys and values; None for as many.
         head_dim: None for hidden_size // num_heads.
-        layout: a `blocksparse.Layout` whose leading dimensions broadcast to `[B, num_heads]`, or what makes one from
-            the projected q `[B, num_heads, Tq, head_dim]` and k `[B, num_kv_heads, Tk, head_dim]`, called as
-            `layout(q, k, causal=..., valid_lengths=...)`: a function that knows a pattern, or
+        layout: a `blocksparse.Layout` whose leading dimensions broadcast to `[B, num_heads]`, or a function that makes
+            one from the projected q `[B, num_heads, Tq, head_dim]` and k `[B, num_kv_heads, Tk, head_dim]`, called as
+            `layout(q, k, causal=..., lengths=...)`, such as
             `functools.partial(blocksparse.select_blocks, block_size=64, top_k=16, window=1)`. None where each call
             brings its own.
         causal: whether a query meets no key behind its own position.
@@ -122,23 +122,23 @@ class BlockSparseAttention(nn.Module):
         context: Tensor | None = None,
         *,
         layout: Layout | None = None,
-        valid_lengths: Tensor | None = None,
+        lengths: Tensor | None = None,
         position_ids: Tensor | None = None,
         relative_positions: Positions | None = None,
     ) -> Tensor:
         """x `[B, Tq, hidden_size]` -> `[B, Tq, hidden_size]`.
 
         Keys and values come from context `[B, Tk, hidden_size]`, or from x. A layout given here is used instead of the
-        module's. valid_lengths, int `[B]`, says how many keys of a sequence take part. position_ids, int `[Tq]` or
+        module's. lengths, int `[B]`, says how many keys of a sequence take part. position_ids, int `[Tq]` or
         `[B, Tq]`, None for 0 to Tq - 1, turn the rotary embeddings. relative_positions holds for each term the integer
         positions of queries and keys, `[T]` or `[B, T]`, a pair of these where they differ; None takes the order for
         every term, the last query beside the last key.
         """
         q, k, v = self.project(x, context, position_ids)
         if layout is None:
-            layout = self._layout(q, k, valid_lengths)
+            layout = self._layout(q, k, lengths)
         terms = self._terms(q.shape[2], k.shape[2], relative_positions, x.device)
-        given = {"causal": self.causal, "valid_lengths": valid_lengths}
+        given = {"causal": self.causal, "lengths": lengths}
         out = blocksparse.attention(q, k, v, layout, relative=terms, **given)  # type: ignore[arg-type]
         assert isinstance(out, Tensor)
         return self.o_proj(out.transpose(1, 2).flatten(2))
@@ -174,14 +174,14 @@ class BlockSparseAttention(nn.Module):
             q, k, v, _ = attention.rotary_gates(torch.cat([q, k, v], -1), cos, sin, *heads, **plain)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _layout(self, q: Tensor, k: Tensor, valid_lengths: Tensor | None) -> Layout:
+    def _layout(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Layout:
         if self.layout is None:
             raise ValueError(
                 f"{OPERATOR}: layout must be given, to the module or to this call. Layout.from_mask makes one."
             )
         if isinstance(self.layout, Layout):
             return self.layout
-        given = {"causal": self.causal, "valid_lengths": valid_lengths}
+        given = {"causal": self.causal, "lengths": lengths}
         try:
             return self.layout(q, k, **given)
         except TypeError as error:
@@ -189,7 +189,7 @@ class BlockSparseAttention(nn.Module):
                 signature(self.layout).bind(q, k, **given)
             except TypeError:
                 raise TypeError(
-                    f"{OPERATOR}: layout must take q, k, causal=... and valid_lengths=..., got a function that does "
+                    f"{OPERATOR}: layout must take q, k, causal=... and lengths=..., got a function that does "
                     f"not: {error}. A function of q and k alone is lambda q, k, **_: ..."
                 ) from None
             raise
@@ -217,8 +217,8 @@ class BlockSparseAttention(nn.Module):
         context.
 
         Raises:
-            ValueError: the module has what this one does not: dropout, keys or values of another size, a bias or zeros
-                among its keys, or batches in its second dimension.
+            ValueError: the module has a part that this one does not have: dropout, keys or values of another size, a
+                bias or zeros among its keys, or batches in its second dimension.
         """
         refused = {
             "dropout": module.dropout != 0,

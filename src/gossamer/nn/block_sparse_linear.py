@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from gossamer import blocksparse
 from gossamer._core import checks
 from gossamer.blocksparse import BlockSparseTensor, Layout
-from gossamer.blocksparse.layout import PARTS
 
 
 class BlockSparseLinear(nn.Module):
@@ -30,6 +29,7 @@ class BlockSparseLinear(nn.Module):
     Attributes:
         values: the weight's blocks, `[capacity, height, width]`, a parameter.
         bias: `[out_features]`, a parameter, or None.
+        blocks: the lists of the layout, a buffer.
         weight: `values` and the layout, a `BlockSparseTensor`.
 
     Source: Gray et al. 2017, GPU Kernels for Block-Sparse Weights; the initial values are `nn.Linear`'s for as many
@@ -42,6 +42,7 @@ class BlockSparseLinear(nn.Module):
 
     values: nn.Parameter
     bias: nn.Parameter | None
+    blocks: Tensor
 
     def __init__(
         self,
@@ -60,10 +61,9 @@ class BlockSparseLinear(nn.Module):
             raise ValueError(f"{operator}: layout must be (rows, cols) blocks of one matrix, got {layout.shape}.")
         device = layout.device if device is None else torch.device(device)
         self.out_features, self.in_features = layout.size
-        self._block_size, self._shape = layout.block_size, layout.shape
-        for name in PARTS:
-            # Of its own: loading a state dict writes into them.
-            self.register_buffer(name, getattr(layout, name).to(device, copy=True))
+        self._form = layout.form
+        # A copy of its own: loading a state dict writes into it.
+        self.register_buffer("blocks", layout.buffer.to(device, copy=True))
         options = {"dtype": dtype, "device": device}
         self.values = nn.Parameter(torch.empty(layout.capacity, *layout.block_size, **options))  # type: ignore[arg-type]
         if bias:
@@ -86,7 +86,7 @@ class BlockSparseLinear(nn.Module):
 
     def reset_parameters(self) -> None:
         """Draws values and bias anew; asks the device how many blocks there are."""
-        share = 1.0 if self.values.is_meta else int(self.layout.nnz) / max(math.prod(self._shape), 1)
+        share = 1.0 if self.values.is_meta else int(self.layout.nnz) / max(self._form.rows * self._form.cols, 1)
         bound = 1 / math.sqrt(max(self.in_features * share, 1))
         nn.init.uniform_(self.values, -bound, bound)
         if self.bias is not None:
@@ -95,8 +95,7 @@ class BlockSparseLinear(nn.Module):
     @property
     def layout(self) -> Layout:
         """Which blocks there are."""
-        parts = (getattr(self, name) for name in PARTS)
-        return Layout(self._shape, self._block_size, (self.out_features, self.in_features), *parts)
+        return Layout((), self._form, self.blocks)
 
     @property
     def weight(self) -> BlockSparseTensor:
@@ -117,7 +116,7 @@ class BlockSparseLinear(nn.Module):
     def extra_repr(self) -> str:
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, blocks={self.values.shape[0]} of "
-            f"{math.prod(self._shape)}, block_size={self._block_size}, bias={self.bias is not None}"
+            f"{self._form.rows * self._form.cols}, block_size={self._form[3:5]}, bias={self.bias is not None}"
         )
 
 

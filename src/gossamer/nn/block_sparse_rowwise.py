@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, apply_rowwise, layer_norm, matmul, rms_norm
+from gossamer._core import checks
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, layer_norm, matmul, rms_norm
 
 ELEMENTWISE = (
     nn.Dropout,
@@ -38,10 +39,10 @@ class BlockSparseRowwise(nn.Module):
     Absent blocks are zeros to it, and stay absent, also where the module would turn zeros into something else.
     Activations and `nn.Dropout` run on the stored values; `nn.LayerNorm` and `nn.RMSNorm` over the last dimension on
     stored blocks; `nn.Linear` computes the blocks of its result that are asked for; any other module runs on rows made
-    dense for the time of the call (`blocksparse.apply_rowwise`).
+    dense for the time of the call, and x's blocks of its result are kept.
 
     Args:
-        module: takes and returns `[..., M, N]`; an `nn.Linear` may return another N. It stays what it is: its
+        module: takes and returns `[..., M, N]`; an `nn.Linear` may return another N. It stays the same module: its
             parameters, state and mode are its own.
 
     Raises:
@@ -64,7 +65,7 @@ class BlockSparseRowwise(nn.Module):
     def forward(self, x: BlockSparseTensor, layout: Layout | None = None) -> BlockSparseTensor:
         """x: `[..., M, N]`, floating -> the same, or `[..., M, out_features]` of an `nn.Linear`.
 
-        layout: of the result of an `nn.Linear`; None takes x's. What stands elsewhere, its bias too, is left out.
+        layout: of the result of an `nn.Linear`; None takes x's. Elements elsewhere, the bias too, are left out.
         """
         if not isinstance(x, BlockSparseTensor):
             raise TypeError(
@@ -86,7 +87,7 @@ class BlockSparseRowwise(nn.Module):
         if layout is not None:
             raise ValueError(
                 f"nn.BlockSparseRowwise: layout is for a plain nn.Linear, which {type(module).__name__} is not, or it "
-                "has a hook. Leave it out, and use blocksparse.adapt_layout on the result."
+                "has a hook. Leave it out, and use blocksparse.adapt on the result."
             )
         if plain and type(module) in ELEMENTWISE:
             return x.apply(module)
@@ -100,4 +101,7 @@ class BlockSparseRowwise(nn.Module):
             if isinstance(module, nn.LayerNorm):
                 return layer_norm(x, module.weight, module.bias, module.eps)
             return rms_norm(x, module.weight, module.eps)
-        return apply_rowwise(x, module)
+        rows, operator = module(x.to_dense()), "nn.BlockSparseRowwise"
+        checks.floating(operator, result=rows)
+        checks.shape(operator, "the result of the module", rows, x.shape, "[..., M, N]", "like x")
+        return from_dense(rows, x.layout)

@@ -83,7 +83,7 @@ class GatedMLP(_Sparse):
             and so keeps nothing.
         method: the path of a block with `"relu"` or `"relu2"`, as in `ffn.gated`, with gradients too. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
-            and in a CUDA graph takes what the device alone would by then.
+            and in a CUDA graph takes the path of the counts by then.
         l1: whether a call returns `(out, activity)`, an `ffn.Activity` beside the result: L1 for the loss, L0, and on
             how many tokens each neuron fired. Such a call computes all, unless `method` takes a path on lists of active
             entries where a gradient is needed.

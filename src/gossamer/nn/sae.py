@@ -203,7 +203,7 @@ class SparseAutoencoder(torch.nn.Module):
             along = (grad * rows).sum(1) / rows.square().sum(1).clamp(min=torch.finfo(rows.dtype).tiny)
             self.W_dec.grad.copy_(torch.addcmul(grad, along[:, None], rows, value=-1))
 
-    def _encode(self, x: Tensor, capacity: int | None) -> tuple[Rows, Tensor]:
+    def _encode(self, x: Tensor, capacity: int | None) -> tuple[Any, Tensor]:
         """(latents, l0 of each row). A selection of known size has a slot per entry, whatever `capacity` says."""
         options = self._options() if self._expected is not None else {"capacity": capacity, **self._options()}
         return self._counted(self._placement.encode(x, self.W_enc, self._biases[0], **options))

@@ -76,7 +76,7 @@ class Transcoder(Reviving):
         """x `[..., d_in]` -> reconstruction of y `[..., d_out]`."""
         return super().forward(x)
 
-    def loss(self, x: Tensor, y: Tensor) -> SAELoss:
+    def loss(self, x: Tensor, y: Tensor) -> SAELoss:  # type: ignore[override]
         """The loss of y `[..., d_out]` reconstructed from x `[..., d_in]`; the L0 penalty is 0.
 
         Raises:

@@ -74,7 +74,7 @@ class Report:
         for name, found in self.layers.items():
             row: dict[str, Any] = {"layer": name, "neurons": found.num_neurons, "tokens": found.tokens}
             row |= {"mean": found.mean, "p99": found.quantile(0.99), "max": found.max}
-            row |= {"union of 32": found.mean_union, "dead": found.dead}
+            row["dead"] = found.dead
             if name in self.measured:
                 times = self.measured[name]
                 sparse, dense = (median(seconds) for seconds in zip(*times.pairs))
@@ -247,7 +247,7 @@ def _time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch)
     def measure(name: str, block: Block) -> None:
         path = blocks[name].last_path
         if path is not None and name not in measured and block.x.numel():
-            sparse, dense = (lambda way=way: run("sparsity.report", block, way, None) for way in (path, "dense"))
+            sparse, dense = (lambda one=one: run("sparsity.report", block, one, None) for one in (path, "dense"))
             measured[name] = Measured(path, pairs(sparse, dense, block.x.device))
 
     observe("sparsity.report", blocks, measure)

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gossamer._core.modes import evaluating
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import Block, activated
-from gossamer.ffn.costs import GROUP
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,7 +28,6 @@ class LayerStatistics:
 
     Args:
         histogram: `[N + 1]`, how many tokens had that many entries.
-        unions: `[N + 1]`, how many groups of 32 neighbouring tokens had that many neurons active in all.
         fired: `[N]`, on how many tokens each neuron fired.
         position_entries, position_tokens: `[T]`, the entries and the number of tokens by position in their sequence.
         token_entries, token_tokens: `[V]`, the same by token.
@@ -39,7 +37,6 @@ class LayerStatistics:
     """
 
     histogram: Tensor
-    unions: Tensor
     fired: Tensor
     position_entries: Tensor
     position_tokens: Tensor
@@ -49,7 +46,7 @@ class LayerStatistics:
     @staticmethod
     def empty(num_neurons: int, device: torch.device | str, vocabulary: int = 0) -> LayerStatistics:
         """Of no tokens."""
-        sizes = (num_neurons + 1, num_neurons + 1, num_neurons, 0, 0, vocabulary, vocabulary)
+        sizes = (num_neurons + 1, num_neurons, 0, 0, vocabulary, vocabulary)
         return LayerStatistics(*(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes))
 
     @property
@@ -64,17 +61,13 @@ class LayerStatistics:
     @property
     def mean(self) -> float:
         """Entries of a token, on average; NaN of none."""
-        return _mean(self.histogram)
+        values = torch.arange(self.histogram.numel(), device=self.histogram.device)
+        return float((self.histogram * values).sum().double() / self.histogram.sum())
 
     @property
     def max(self) -> int:
         """Entries of the token that has the most."""
         return self.quantile(1.0)
-
-    @property
-    def mean_union(self) -> float:
-        """Neurons that 32 neighbouring tokens have in all, on average; NaN of no such group."""
-        return _mean(self.unions)
 
     @property
     def dead(self) -> int:
@@ -96,13 +89,10 @@ class LayerStatistics:
         """
         if mask is not None:
             active = active & mask[:, None]
-        rows = active.shape[0] // GROUP * GROUP
         entries = active.sum(1)
         weight = torch.ones_like(entries) if mask is None else mask.long()
         self.histogram.scatter_add_(0, entries, weight)
         self.fired += active.sum(0)
-        united = active[:rows].view(-1, GROUP, active.shape[1]).any(1).sum(1)
-        self.unions.scatter_add_(0, united, torch.ones_like(united))
         if positions is not None:
             self.position_entries.scatter_add_(0, positions, entries)
             self.position_tokens.scatter_add_(0, positions, weight)
@@ -183,7 +173,7 @@ class Recorder:
         found.reach(length)
         positions = torch.arange(x.shape[0], device=x.device) % length if length else None
         flat = (None if ids is None else ids.flatten(), positions, None if mask is None else mask.flatten())
-        span = max(GROUP, _ELEMENTS // max(n, 1) // GROUP * GROUP)
+        span = max(1, _ELEMENTS // max(n, 1))
         for first in range(0, x.shape[0], span):
             some = slice(first, first + span)
             active = activated(block._replace(x=x[some])) != 0
@@ -250,8 +240,3 @@ def _vocabulary(model: nn.Module) -> int:
     if embedding is None:
         embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     return int(getattr(embedding, "num_embeddings", 0))
-
-
-def _mean(histogram: Tensor) -> float:
-    values = torch.arange(histogram.numel(), device=histogram.device)
-    return float((histogram * values).sum().double() / histogram.sum())

@@ -28,7 +28,9 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
 from gossamer.blocksparse._gluon._descriptors import Form, describe
-from gossamer.blocksparse.attention_path import Problem, empty_like
+from gossamer.blocksparse.attention_path import Problem, empty_like, problem_of
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseAttention
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 INV_LN2 = 1.4426950408889634
@@ -114,11 +116,9 @@ def met(columns_ptr, lengths_ptr, begin, count, end, limit, CAUSAL: gl.constexpr
 def reached(lengths_ptr, batch, Tq, Tk):
     """(where a sequence's keys end, at which key the first query stands)."""
     limit = Tk
-    shift = Tk - Tq
     if lengths_ptr is not None:
         limit = gl.minimum(gl.load(lengths_ptr + batch), Tk)
-        shift = gl.maximum(limit - Tq, gl.minimum(Tk - Tq, 0))
-    return limit, shift
+    return limit, gl.maximum(limit - Tq, gl.minimum(Tk - Tq, 0))
 
 
 @gluon.jit
@@ -404,45 +404,45 @@ def config_of(p: Problem, tile: Tile) -> Config:
 
 
 class Again:
-    """Repeats the forward pass of one shape without lengths: what follows from shapes is found out once."""
+    """Repeats the forward pass of one shape without lengths: what follows from shapes is found out once. `lists` are
+    the addresses of row offsets and columns behind that of the layout's buffer."""
 
-    __slots__ = ("_forms", "_launch")
+    __slots__ = ("_forms", "_launch", "_lists")
 
-    def __init__(self, launch: launch.Bound, tiles: Sequence[TensorDescriptor]) -> None:
-        self._launch, self._forms = launch, [Form(tile) for tile in tiles]
+    def __init__(self, launch: launch.Bound, tiles: Sequence[TensorDescriptor], lists: tuple[int, ...]) -> None:
+        self._launch, self._forms, self._lists = launch, [Form(tile) for tile in tiles], lists
 
-    def __call__(
-        self, stream: int, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, stream: int, q: Tensor, k: Tensor, v: Tensor, layout: int) -> tuple[Tensor, Tensor]:
         """(out, log-sum-exp)"""
-        of_q, of_k, of_v, of_out = self._forms
+        (of_q, of_k, of_v, of_out), (offsets, columns) = self._forms, self._lists
         out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        tiles = of_q(q), of_k(k), of_v(v), of_out(out)
-        self._launch(stream, *tiles, lse.data_ptr(), offsets.data_ptr(), columns.data_ptr())
+        self._launch(stream, of_q(q), of_k(k), of_v(v), of_out(out), lse.data_ptr(), layout + offsets, layout + columns)
         return out, lse
 
 
-def launch_attention_fwd(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor, elements: Tensor | None,
-    lengths: Tensor | None, tile: Tile | None = None,
-) -> tuple[Tensor, Tensor, Again | None]:  # fmt: skip
+def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -> tuple[Tensor, Tensor, Again | None]:
     """(out, log-sum-exp, what repeats it), with the tile that was measured best unless another is given."""
-    p, given = problem, (q, k, v)
+    p, given, lengths, lists = problem_of(call), call[:3], call.lengths, Lists(call.layout, call.form)
     tile = tile_of(p.d, p.block) if tile is None else tile
-    q, k, v = readable(q), without_padding(k, lengths), without_padding(v, lengths)
+    q, k, v = readable(call.q), without_padding(call.k, lengths), without_padding(call.v, lengths)
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    config = config_of(p, tile)
+    config, offsets, columns, elements = config_of(p, tile), lists.row_offsets, lists.col_indices, lists.elements
     tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]
     tiles.append(descriptor(out, tile.block_m))
-    sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, columns.shape[0], p.scale * INV_LN2
+    sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, lists.form.capacity, p.scale * INV_LN2
     args = (*tiles, lse, offsets, columns, elements, lengths, *sizes)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     meta = {"CONFIG": config}
     bound = _attention_fwd_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=7)
     again = None
     if bound is not None and lengths is None and elements is None and all(a is b for a, b in zip(given, (q, k, v))):
-        again = Again(bound, tiles)
+        again = Again(bound, tiles, behind(call.layout, offsets, columns))
     return out, lse, again
+
+
+def behind(buffer: Tensor, *views: Tensor) -> tuple[int, ...]:
+    """Bytes from the beginning of a buffer to that of views of it."""
+    return tuple(view.data_ptr() - buffer.data_ptr() for view in views)
 
 
 def example(tile: Tile, **rows: int) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from gossamer.blocksparse._gluon._descriptors import Form, describe
 from gossamer.blocksparse._gluon.attention import (
     INV_LN2,
     Tile,
+    behind,
     config_of,
     cut_at,
     descriptor,
@@ -54,7 +55,9 @@ from gossamer.blocksparse._gluon.attention import (
     without_padding,
 )
 from gossamer.blocksparse._gluon.attention_order import Order, launch_order
-from gossamer.blocksparse.attention_path import Problem, empty_like
+from gossamer.blocksparse.attention_path import empty_like, problem_of
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
 LN2 = gl.constexpr(0.6931471805599453)
 
@@ -322,68 +325,71 @@ def tiles_of() -> Tiles:
 class Again:
     """Repeats the backward pass of one shape without lengths: what follows from shapes is found out once."""
 
-    __slots__ = ("_dkdv", "_dq", "_forms", "_orders")
+    __slots__ = ("_dkdv", "_dq", "_forms", "_lists", "_orders")
 
     def __init__(
-        self, dkdv: launch.Bound, dq: launch.Bound, tiles: Sequence[TensorDescriptor], orders: tuple[Order, Order]
+        self,
+        dkdv: launch.Bound,
+        dq: launch.Bound,
+        tiles: Sequence[TensorDescriptor],
+        orders: tuple[Order, Order],
+        lists: tuple[int, ...],
     ) -> None:
-        self._dkdv, self._dq, self._forms = dkdv, dq, [Form(tile) for tile in tiles]
+        self._dkdv, self._dq, self._forms, self._lists = dkdv, dq, [Form(tile) for tile in tiles], lists
         self._orders = [None if of.last is None else (of.last.shape, of.again) for of in orders]
 
-    def _ordered(self, which: int, stream: int, offsets: Tensor) -> Tensor | None:
+    def _ordered(self, which: int, stream: int, layout: Tensor, offsets: int) -> Tensor | None:
         found = self._orders[which]
         if found is None:
             return None
         shape, again = found
         assert again is not None
-        order = offsets.new_empty(shape)
-        again(stream, offsets.data_ptr(), order.data_ptr())
+        order = layout.new_empty(shape)
+        again(stream, offsets, order.data_ptr())
         return order
 
     def __call__(
-        self, stream: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...]
+        self, stream: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, layout: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Gradients of q, k and v."""
-        row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
+        base = layout.data_ptr()
+        rows, columns, *by_columns = (base + at for at in self._lists)
         dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
         tensors = (q, grad, k, v, dq, dk, dv, stats)
         *tiles, dq_tile, dk_tile, dv_tile, stats_tile = [form(x) for form, x in zip(self._forms, tensors)]
-        rows, columns = row_offsets.data_ptr(), col_offsets.data_ptr()
-        longest = self._ordered(0, stream, col_offsets)
-        listed = columns, order.data_ptr(), row_indices.data_ptr(), None, None
+        longest = self._ordered(0, stream, layout, by_columns[0])
         last = None if longest is None else longest.data_ptr()
-        self._dkdv(stream, *tiles, dk_tile, dv_tile, stats_tile, *listed, last)
-        longest = self._ordered(1, stream, row_offsets)
+        self._dkdv(stream, *tiles, dk_tile, dv_tile, stats_tile, *by_columns, None, None, last)
+        longest = self._ordered(1, stream, layout, rows)
         last = None if longest is None else longest.data_ptr()
-        self._dq(stream, *tiles, dq_tile, stats.data_ptr(), rows, col_indices.data_ptr(), None, None, last)
+        self._dq(stream, *tiles, dq_tile, stats.data_ptr(), rows, columns, None, None, last)
         return dq, dk, dv
 
 
 def launch_attention_bwd(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...],
-    elements: Tensor | None, lengths: Tensor | None, tiles: Tiles | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Again | None]:  # fmt: skip
-    """Gradients of q, k and v, and what repeats them. `lists` are a layout's: row_offsets, col_indices, row_indices,
-    col_offsets, transpose_order, positions."""
-    p, given = problem, (q, grad, k, v)
-    tiles = tiles_of() if tiles is None else tiles
-    row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
-    q, grad, k, v = readable(q), readable(grad), without_padding(k, lengths), without_padding(v, lengths)
+    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, tiles: Tiles | None = None
+) -> tuple[Tensor, Tensor, Tensor, Again | None]:
+    """Gradients of q, k and v, and what repeats them; `grad` has contiguous rows."""
+    p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
+    given, elements, tiles = (call.q, grad, call.k, call.v), lists.elements, tiles_of() if tiles is None else tiles
+    parts = lists.row_offsets, lists.col_indices, lists.col_offsets, lists.transpose_order, lists.row_indices
+    q, grad = readable(call.q), readable(grad)
+    k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
-    padded, capacity = stats.shape[-1], col_indices.shape[0]
+    padded, capacity = stats.shape[-1], lists.form.capacity
     stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
     tile, config = tiles.dkdv, config_of(p, tiles.dkdv)
-    columns = launch_order(p, col_offsets, p.columns, config.split_k, p.group)
-    args = (*inputs, dk_desc, dv_desc, stats_desc, col_offsets, order, row_indices, elements, lengths, columns.last)
+    columns = launch_order(p, parts[2], p.columns, config.split_k, p.group)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, *parts[2:], elements, lengths, columns.last)
     args += (p.b, p.h, p.group, p.rows, p.columns, p.tq, p.tk, capacity, columns.unsorted, p.scale * INV_LN2)
     grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
     meta = {"CONFIG": config}
     of_keys = _attention_dkdv_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=13)
     tile, config = tiles.dq, config_of(p, tiles.dq)
-    rows = launch_order(p, row_offsets, p.rows, config.split_q)
-    args = (*inputs, dq_desc, stats, row_offsets, col_indices, elements, lengths, rows.last, p.b, p.h, p.group, p.rows)
+    rows = launch_order(p, parts[0], p.rows, config.split_q)
+    args = (*inputs, dq_desc, stats, *parts[:2], elements, lengths, rows.last, p.b, p.h, p.group, p.rows)
     args += (p.tq, p.tk, padded, capacity, rows.unsorted, p.scale * INV_LN2)
     grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
     meta = {"CONFIG": config}
@@ -393,7 +399,7 @@ def launch_attention_bwd(
     whole = len(bound) == 2 + (columns.last is not None) + (rows.last is not None)
     if whole and lengths is None and elements is None and all(a is b for a, b in zip(given, (q, grad, k, v))):
         forms = (*inputs, dq_desc, dk_desc, dv_desc, stats_desc)
-        again = Again(bound[0], bound[1], forms, (columns, rows))
+        again = Again(bound[0], bound[1], forms, (columns, rows), behind(call.layout, *parts))
     return dq, dk, dv, again
 
 

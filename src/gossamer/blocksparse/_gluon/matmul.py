@@ -34,7 +34,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._gluon._descriptors import describe
-from gossamer.blocksparse.matmul_walk import ACROSS, Parts, Walk, rows_of
+from gossamer.blocksparse.matmul_path import ACROSS, Turned, Walk
 
 BOX = gl.constexpr(64)
 LINE = gl.constexpr(128)
@@ -425,47 +425,31 @@ _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32
 _boxes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
-def fits(block: tuple[int, int, int], sizes: tuple[int, int, int], *operands: Tensor) -> bool:
-    """Whether the copy engine can move the matrices: in whole boxes, addresses of 16 bytes, not too many rows. What is
-    stored beyond a matrix that blocks do not divide would be multiplied, too."""
-    if any(b not in (0, 64, 128) or size % (b or BOX.value) for b, size in zip(block, sizes)):
-        return False
-    for operand in operands:
-        if operand.numel() == 0 or operand.data_ptr() % 16:
-            return False
-        if operand.numel() // operand.shape[-1] >= 2**31:
-            return False
-    return True
-
-
-def launch_matmul(
-    walk: Walk,
-    operands: tuple[Tensor, Tensor, Tensor],
-    parts: tuple[Parts, Parts, Parts],
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int, int],
-    trans: tuple[bool, bool, bool, bool, bool],
-    tiles: tuple[Tensor, int] | None,
-) -> None:
-    """Fills the last of the operands, which are contiguous `[*, rows, columns]` as stored, blocks or dense matrices.
-
-    Sizes are Z, M, K and N, `trans` as the kernel's; tiles are the strips of a walk by strips, and how many there are
-    at most. Behind the last block of a block-sparse result stand zeros.
-    """
-    a, _b, _out = operands
-    of_a, of_b, of_out = parts
-    z, m, k, n = sizes
+def launch_matmul(walk: Walk, product: Turned, out: Tensor, strips: tuple[Tensor, int] | None) -> None:
+    """Fills the result; behind the last block of a block-sparse one stand zeros. `strips` are those of a walk by them,
+    and how many there are at most."""
+    (of_a, of_b, of_out), (z, m, k, n), block, trans = product.lists, product.sizes, product.block, product.trans
+    # Dense operands as they are stored.
+    a, b = (
+        x.mT if lists is None and flip else x
+        for x, lists, flip in zip((product.a, product.b), product.lists, trans[3:])
+    )
     deep = LINE.value // a.element_size()
     boxed = block[0] or walk.tile_m, block[1] or BOX.value, block[2] or BOX.value, deep
-    strips, most = tiles or (None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS))
-    given = (*rows_of(of_a, trans[0]), of_b[0], of_b[5], *rows_of(of_out, trans[2]), strips)
-    descriptors = [_descriptor(tensor, width) for tensor, width in zip(operands, (deep, deep, BOX.value))]
-    descriptors.append(None if of_b[0] is None else _descriptor(_zeros(a.dtype, a.device), deep))
-    # Who made the list of strips has put them in bands.
+    of_rows, of_result = (
+        (None,) * 4 if lists is None else (*lists.by(flip), lists.positions)
+        for lists, flip in ((of_a, trans[0]), (of_out, trans[2]))
+    )
+    tiles, most = strips or (None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS))
+    of_columns = (None, None) if of_b is None else (of_b.row_offsets, of_b.positions)
+    descriptors = [_descriptor(tensor, width) for tensor, width in ((a, deep), (b, deep), (out, BOX.value))]
+    descriptors.append(None if of_b is None else _descriptor(_zeros(a.dtype, a.device), deep))
+    # The list of strips is in bands already.
     tile = walk.tile_m, 1 if walk.strips else walk.band
     meta = {"BLOCK": boxed, "TRANS": trans, "TILE": tile, "LIST": walk.listed, "STAGES": walk.stages}
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
-    _blocksparse_matmul_kernel(grid, (*descriptors, *given, z, m, n, k), meta, num_warps=4, maxnreg=168)
+    args = (*descriptors, *of_rows, *of_columns, *of_result, tiles, z, m, n, k)
+    _blocksparse_matmul_kernel(grid, args, meta, num_warps=4, maxnreg=168)
 
 
 def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -284,14 +284,15 @@ def scatter_rows(
     src: Tensor,
     index: Tensor,
     lists: tuple[Tensor, Tensor, Tensor, Tensor],
-    sizes: list[int],
+    sizes: tuple[int, int, int, int],
     reduce: str,
     reset: bool,
     size: tuple[int, int] | None = None,
 ) -> None:
     """Puts elements along rows. `lists` are offsets and columns of the blocks of rows, of the result and of index;
-    `size` is for measuring: without tags the places of all threads are compared at once."""
-    _, _, _, _, m_index, n_index, m, n = sizes
+    `sizes` are rows and columns of index and of the result; `size` is for measuring: without tags the places of all
+    threads are compared at once."""
+    m_index, n_index, m, n = sizes
     index_capacity, height, width = index.shape
     size = size_of(n, width) if size is None else size
     resident = min(RESIDENT, (ROOM + 1024) // (4 * size[0] + size[1] + 1024))

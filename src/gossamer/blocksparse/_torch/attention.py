@@ -13,8 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse.attention_path import empty_like
+from gossamer.blocksparse.attention_path import empty_like, first_key
 from gossamer.blocksparse.elements import unpack, words_of
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
 _CHUNK = 1 << 18
 """Scores that are held at once: 1 MiB in float32."""
@@ -36,28 +38,15 @@ class _Chunk:
     inside: Tensor | None
 
 
-@dataclass(frozen=True)
 class Attention:
-    """The operands of one attention that its passes share. `z` is what batch and head step in the layout's matrices."""
+    """The operands of one attention that its passes share."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    relative: Tensor | None
-    places: Tensor | None
-    lengths: Tensor | None
-    row_offsets: Tensor
-    col_indices: Tensor
-    elements: Tensor | None
-    z: tuple[int, int]
-    block: tuple[int, int]
-    causal: bool
-    scale: float
-
-    @property
-    def overflowed(self) -> bool:
-        return int(self.row_offsets[-1]) > self.col_indices.shape[0]
+    def __init__(self, call: BlocksparseAttention | BlocksparseAttentionBwd) -> None:
+        self.q, self.k, self.v, self.bias = call.q, call.k, call.v, call.bias
+        self.relative, self.places, self.lengths = call.relative, call.places, call.lengths
+        self.lists, self.own, self.causal, self.scale = Lists(call.layout, call.form), call.own, call.causal, call.scale
+        self.row_offsets, self.col_indices = self.lists.row_offsets, self.lists.col_indices
+        self.elements, self.block = self.lists.elements, (self.lists.form.height, self.lists.form.width)
 
     def chunks(self) -> Iterator[_Chunk]:
         (b, h, tq, _), (_, hk, tk, _) = self.q.shape, self.k.shape
@@ -65,12 +54,12 @@ class Attention:
         rows = -(-tq // height)
         triples = torch.arange(b * h * rows)
         batch, head, row = triples // (h * rows), triples // rows % h, triples % rows
-        listed = (batch * self.z[0] + head * self.z[1]) * rows + row
+        listed = (batch * self.own[0] + head * self.own[1]) * rows + row
         begin, counts = self.row_offsets[:-1].long()[listed], self.row_offsets.diff().long()[listed]
         limits, shift = torch.full((b,), tk), torch.full((b,), tk - tq)
         if self.lengths is not None:
             limits = self.lengths.long().clamp(max=tk)
-            shift = (limits - tq).clamp(min=min(tk - tq, 0))
+            shift = first_key(limits, tq, tk)
         if self.causal or self.lengths is not None:
             # Blocks behind the diagonal or a length meet no query; a row's blocks are in order.
             end = limits[batch]
@@ -196,35 +185,12 @@ def _scattered(blocks: Tensor, chunk: _Chunk, values: Tensor) -> None:
     blocks.view(math.prod(blocks.shape[:3]), *blocks.shape[3:]).index_add_(0, _flat(blocks, chunk), values)
 
 
-def attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    relative: Tensor | None,
-    places: Tensor | None,
-    lengths: Tensor | None,
-    row_offsets: Tensor,
-    col_indices: Tensor,
-    row_indices: Tensor,
-    col_offsets: Tensor,
-    transpose_order: Tensor,
-    positions: Tensor,
-    elements: Tensor | None,
-    z_batch: int,
-    z_head: int,
-    height: int,
-    width: int,
-    causal: bool,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
-    """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
-    sides = (z_batch, z_head), (height, width)
-    lists = row_offsets, col_indices, elements
-    given = Attention(q, k, v, bias, relative, places, lengths, *lists, *sides, causal, scale)
+def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
+    """Operator `blocksparse_attention`."""
+    given, (q, k, v), height = Attention(call), call[:3], call.form[3]
     b, h, tq, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
-    if given.overflowed:
+    if given.lists.overflowed():
         return empty_like(q).fill_(torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     out = torch.zeros_like(q_blocks)
@@ -241,46 +207,17 @@ def attention(
     return _token_major(out, q.dtype), lse.contiguous()
 
 
-def attention_bwd(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | None,
-    relative: Tensor | None,
-    places: Tensor | None,
-    lengths: Tensor | None,
-    row_offsets: Tensor,
-    col_indices: Tensor,
-    row_indices: Tensor,
-    col_offsets: Tensor,
-    transpose_order: Tensor,
-    positions: Tensor,
-    elements: Tensor | None,
-    z_batch: int,
-    z_head: int,
-    height: int,
-    width: int,
-    causal: bool,
-    scale: float,
-    with_bias: bool,
-    with_relative: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
-    positions, the last two empty unless asked for."""
-    sides = (z_batch, z_head), (height, width)
-    lists = row_offsets, col_indices, elements
-    given = Attention(q, k, v, bias, relative, places, lengths, *lists, *sides, causal, scale)
+def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `blocksparse_attention_bwd`."""
+    given, (height, width), scale = Attention(call), call.form[3:5], call.scale
+    grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
     tq, tk = q.shape[2], k.shape[2]
     added = q.dtype if bias is None else bias.dtype
-    dbias = torch.zeros_like(bias, dtype=lse.dtype) if with_bias and bias is not None else q.new_empty(0)
+    dbias = torch.zeros_like(bias, dtype=lse.dtype) if call.with_bias and bias is not None else q.new_empty(0)
     drelative = (
-        torch.zeros_like(relative, dtype=lse.dtype) if with_relative and relative is not None else q.new_empty(0)
+        torch.zeros_like(relative, dtype=lse.dtype) if call.with_relative and relative is not None else q.new_empty(0)
     )
-    if given.overflowed:
+    if given.lists.overflowed():
         dq, dk, dv = (empty_like(x).fill_(torch.nan) for x in (q, k, v))
         return dq, dk, dv, dbias.fill_(torch.nan).to(added), drelative.new_full(drelative.shape, torch.nan).to(q.dtype)
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)

@@ -3,33 +3,17 @@
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse._torch.tensor import lost
+from gossamer.blocksparse.lists import Form, Lists, lost
+from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach
 
 
-def gather(
-    values: Tensor,
-    nnz: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    index_nnz: Tensor,
-    index_rows: Tensor,
-    index_cols: Tensor,
-    index_row_offsets: Tensor,
-    index_col_offsets: Tensor,
-    index_order: Tensor,
-    index_positions: Tensor,
-    row_offsets: Tensor,
-    col_offsets: Tensor,
-    order: Tensor,
-    sizes: list[int],
-    strict: bool,
-) -> Tensor:
+def gather(call: BlocksparseGather) -> Tensor:
     """Operator `blocksparse_gather`, which always raises where an index is out of range."""
-    if int(nnz) > values.shape[0] or int(index_nnz) > index.shape[0]:
+    values, index, lists = call.values, call.index, Lists(call.layout, call.form)
+    names = Lists(call.index_layout, call.index_form)
+    if lists.overflowed() or names.overflowed():
         return values.new_full(index.shape, lost(values.dtype))
-    place = places(positions, index, index_nnz, index_rows, index_cols, sizes, "index of a gather")
+    place = places(index, names, lists.form, lists.positions, Axis(*call.axis), "index of a gather")
     out = values.new_zeros(index.shape)
     if place.numel() and values.numel():
         found = values.reshape(-1).take(place.clamp(min=0))
@@ -37,24 +21,17 @@ def gather(
     return out
 
 
-def places(
-    positions: Tensor,
-    index: Tensor,
-    index_nnz: Tensor,
-    index_rows: Tensor,
-    index_cols: Tensor,
-    sizes: list[int],
-    what: str,
-) -> Tensor:
-    """int64 `[nnz, height, width]`: which element of the indexed values each index names, below 0 for none.
+def places(index: Tensor, names: Lists, form: Form, positions: Tensor, along: Axis, what: str) -> Tensor:
+    """int64 `[nnz, height, width]`: which element of the indexed values, of this form, each index names, below 0 for
+    none; `names` are the lists of the indices.
 
     Raises where an index is out of range; -1 is none.
     """
-    axis, inner, d_index, d, m_index, n_index, m, n = sizes
-    held, (_, height, width) = min(int(index_nnz), index.shape[0]), index.shape
-    area, bound = height * width, (d, m, n)[axis]
-    rows_index, rows, cols = (-(-a // b) for a, b in ((m_index, height), (m, height), (n, width)))
-    target, zr, c = index[:held].long(), index_rows[:held].long(), index_cols[:held].long()
+    axis, inner, d_index, d = along
+    (_, rows_index, _, height, width, m_index, n_index, *_), (_, rows, cols, *_) = names.form, form
+    m, n, area, bound = form.m, form.n, height * width, along.bound(form)
+    held = min(int(names.nnz), index.shape[0])
+    target, zr, c = index[:held].long(), names.row_indices[:held].long(), names.col_indices[:held].long()
     if held == 0:
         return target
     z, r = zr // rows_index, zr % rows_index
@@ -90,15 +67,13 @@ def places(
     return table.view(-1).take(target).add_(within)
 
 
-def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tensor, sizes: list[int]) -> Tensor:
+def reach(call: BlocksparseGatherReach) -> Tensor:
     """Operator `blocksparse_gather_reach`."""
-    axis, _, _, _, _, _, m, n, z = sizes
-    _, height, width = index.shape
-    rows, cols = -(-m // height), -(-n // width)
+    form, along = Form(*call.target), Axis(*call.axis)
     # As if each block were stored, under its own number.
-    cells = torch.arange(z * rows * cols, dtype=torch.int32)
-    held = torch.where((index < 0) | (index >= (sizes[3], m, n)[axis]), -1, index)
-    place = places(cells, held, index_nnz, index_rows, index_cols, sizes[:8], "index")
-    mask = torch.zeros(z * rows * cols, dtype=torch.bool)
-    mask[place[place >= 0] // (height * width)] = True
-    return mask.view(z, rows, cols)
+    cells = torch.arange(form.z * form.rows * form.cols, dtype=torch.int32)
+    held = torch.where((call.index < 0) | (call.index >= along.bound(form)), -1, call.index)
+    place = places(held, Lists(call.index_layout, call.index_form), form, cells, along, "index")
+    mask = torch.zeros(form.z * form.rows * form.cols, dtype=torch.bool)
+    mask[place[place >= 0] // (form.height * form.width)] = True
+    return mask.view(form.z, form.rows, form.cols)

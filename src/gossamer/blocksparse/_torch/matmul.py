@@ -9,50 +9,52 @@ side by side, and the rows or columns of a dense matrix that they meet.
 """
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gossamer.blocksparse._torch.tensor import valid
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseMatmul
+
 WORKSPACE = 1 << 18
 """Elements that are gathered at one time: they stay in the cache."""
 
 
-def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    """Operator `blocksparse_matmul`: after a and b the six lists of a's layout, of b's and of the result's, in the
-    order of `Layout`, then z, M, K, N, the blocks along the last three, and what is stored transposed."""
-    of_a, of_b, of_out = rest[:6], rest[6:12], rest[12:18]
-    z, m, k, n, bm, bk, bn, trans_a, trans_b = rest[18:]
-    bm, bk, bn = bm or max(m, 1), bk or max(k, 1), bn or max(n, 1)
-    rows, _inner, cols = -(-m // bm), -(-k // bk), -(-n // bn)
-    capacity = None if of_out[0] is None else of_out[1].shape[0]
-    shape = (z, m, n) if capacity is None else (capacity, bm, bn)
-    if any(parts[0] is not None and int(parts[0][-1]) > parts[1].shape[0] for parts in (of_a, of_b, of_out)):
+def matmul(call: BlocksparseMatmul) -> Tensor:
+    """Operator `blocksparse_matmul`."""
+    a, b, trans_a, trans_b = call.a, call.b, call.trans_a, call.trans_b
+    (of_a, of_b, of_out), (z, m, k, n) = call.lists(), call.sizes
+    bm, bk, bn = (width or max(size, 1) for width, size in zip(call.block, (m, k, n)))
+    rows, cols = -(-m // bm), -(-n // bn)
+    shape = (z, m, n) if of_out is None else (of_out.form.capacity, bm, bn)
+    if any(lists is not None and lists.overflowed() for lists in (of_a, of_b, of_out)):
         return a.new_full(shape, float("nan"))
-    if of_out[0] is None and of_b[0] is None:
+    if of_out is None and of_b is None:
         return _by_rows(a, of_a, trans_a, b, (z, m, k, n), (bm, bk))
-    if of_out[0] is None and of_a[0] is None:
+    if of_out is None and of_a is None:
         return _by_columns(a, b, of_b, trans_b, (z, m, k, n), (bk, bn))
-    if of_a[0] is None and of_b[0] is None:
+    if of_a is None and of_b is None:
+        assert of_out is not None
         return _sampled(a, b, of_out, (z, m, k, n), (bm, bn))
     left, of_left = _blocks(a, of_a, trans_a, (z, m, k), (bm, bk))
     right, of_right = _blocks(b, of_b, trans_b, (z, k, n), (bk, bn))
-    total = z * rows * cols if capacity is None else capacity
     # 16-bit numbers are multiplied and added up in float32.
     wide = torch.promote_types(a.dtype, torch.float32)
-    out = torch.zeros(total, bm, bn, dtype=wide)
+    out = torch.zeros(z * rows * cols if of_out is None else shape[0], bm, bn, dtype=wide)
     step = max(1, WORKSPACE // (bm * bk + bk * bn + bm * bn))
-    for first, second, to in zip(*(part.split(step) for part in _pairs(of_left, of_right, of_out[5], rows, cols))):
+    places = None if of_out is None else of_out.positions
+    for first, second, to in zip(*(part.split(step) for part in _pairs(of_left, of_right, places, rows, cols))):
         out.index_add_(0, to, left[first].to(wide) @ right[second].to(wide))
-    if capacity is not None:
-        return _trimmed(out, of_out, (m, n), (bm, bn)).to(a.dtype)
+    if of_out is not None:
+        return _trimmed(out, of_out).to(a.dtype)
     whole = out.view(z, rows, cols, bm, bn).transpose(2, 3).reshape(z, rows * bm, cols * bn)
     return whole[:, :m, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def _by_rows(
-    a: Tensor, of_a: tuple[Any, ...], trans_a: bool, b: Tensor, size: tuple[int, int, int, int], block: tuple[int, int]
+    a: Tensor, of_a: Lists | None, trans_a: bool, b: Tensor, size: tuple[int, int, int, int], block: tuple[int, int]
 ) -> Tensor:
     """Block-sparse a times dense b `[Z, K, N]`."""
     (z, m, k, n), (bm, bk) = size, block
@@ -72,7 +74,7 @@ def _by_rows(
 
 
 def _by_columns(
-    a: Tensor, b: Tensor, of_b: tuple[Any, ...], trans_b: bool, size: tuple[int, int, int, int], block: tuple[int, int]
+    a: Tensor, b: Tensor, of_b: Lists | None, trans_b: bool, size: tuple[int, int, int, int], block: tuple[int, int]
 ) -> Tensor:
     """Dense a `[Z, M, K]` times block-sparse b."""
     (z, m, k, n), (bk, bn) = size, block
@@ -91,52 +93,43 @@ def _by_columns(
     return out.view(z, m, cols * bn)[:, :, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def _sampled(
-    a: Tensor, b: Tensor, of_out: tuple[Any, ...], size: tuple[int, int, int, int], block: tuple[int, int]
-) -> Tensor:
+def _sampled(a: Tensor, b: Tensor, of_out: Lists, size: tuple[int, int, int, int], block: tuple[int, int]) -> Tensor:
     """Dense a times dense b, at the blocks of the result."""
     (z, m, k, n), (bm, bn) = size, block
     rows, cols = -(-m // bm), -(-n // bn)
     wide = torch.promote_types(a.dtype, torch.float32)
     left = pad(a.to(wide), (0, 0, 0, rows * bm - m)).view(z, rows, bm, k)
     right = pad(b.to(wide), (0, cols * bn - n)).view(z, k, cols, bn)
-    out = torch.zeros(of_out[1].shape[0], bm, bn, dtype=wide)
-    offsets = of_out[0].tolist()
+    out = torch.zeros(of_out.form.capacity, bm, bn, dtype=wide)
+    offsets, columns = of_out.row_offsets.tolist(), of_out.col_indices.long()
     for line, (first, last) in enumerate(pairwise(offsets)):
         if first < last:
-            batch, row, met = line // rows, line % rows, of_out[1][first:last].long()
+            batch, row, met = line // rows, line % rows, columns[first:last]
             beside = right[batch] if last - first == cols else right[batch][:, met]
             strip = left[batch, row] @ beside.reshape(k, (last - first) * bn)
             out[first:last] = strip.view(bm, last - first, bn).transpose(0, 1)
-    return _trimmed(out, of_out, (m, n), (bm, bn)).to(a.dtype)
+    return _trimmed(out, of_out).to(a.dtype)
 
 
 def _blocks(
-    x: Tensor, parts: tuple[Any, ...], transposed: bool, size: tuple[int, int, int], block: tuple[int, int]
+    x: Tensor, lists: Lists | None, transposed: bool, size: tuple[int, int, int], block: tuple[int, int]
 ) -> tuple[Tensor, Tensor]:
     """(blocks `[*, height, width]`, their numbers `[Z, rows, cols]`, -1 where one is absent) of an operand."""
     (z, m, n), (height, width) = size, block
     rows, cols = -(-m // height), -(-n // width)
-    if parts[0] is None:
+    if lists is None:
         grid = pad(x, (0, cols * width - n, 0, rows * height - m)).view(z, rows, height, cols, width).transpose(2, 3)
         return grid.reshape(z * rows * cols, height, width), torch.arange(z * rows * cols).view(z, rows, cols)
-    positions = parts[5].long()
+    blocks, positions = _trimmed(x, lists), lists.positions.long()
     if transposed:
-        blocks = _trimmed(x, parts, (n, m), (width, height))
         return blocks.mT, positions.view(z, cols, rows).mT
-    return _trimmed(x, parts, (m, n), (height, width)), positions.view(z, rows, cols)
+    return blocks, positions.view(z, rows, cols)
 
 
-def _trimmed(x: Tensor, parts: tuple[Any, ...], size: tuple[int, int], block: tuple[int, int]) -> Tensor:
+def _trimmed(x: Tensor, lists: Lists) -> Tensor:
     """Stored blocks with zeros beyond the matrix."""
-    if size[0] % block[0] == 0 and size[1] % block[1] == 0:
-        return x
-    rows = max(-(-size[0] // block[0]), 1)
-    inside = [
-        (number[:, None] * length + torch.arange(length)) < limit
-        for number, length, limit in zip((parts[2] % rows, parts[1]), block, size)
-    ]
-    return torch.where(inside[0][:, :, None] & inside[1][:, None, :], x, 0)
+    form = lists.form
+    return torch.where(valid(lists, behind=False), x, 0) if form.m % form.height or form.n % form.width else x
 
 
 def _pairs(left: Tensor, right: Tensor, out: Tensor | None, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:

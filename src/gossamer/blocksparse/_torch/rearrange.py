@@ -3,47 +3,30 @@
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse._torch.tensor import lost
+from gossamer.blocksparse.lists import Lists, lost
+from gossamer.blocksparse.records import BlocksparseRearrange
 
 
-def rearrange(
-    values: Tensor,
-    nnz: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    positions: Tensor,
-    out_nnz: Tensor,
-    out_rows: Tensor,
-    out_cols: Tensor,
-    out_positions: Tensor,
-    z_map: Tensor | None,
-    i_map: Tensor | None,
-    j_map: Tensor | None,
-    z_inverse: Tensor | None,
-    i_inverse: Tensor | None,
-    j_inverse: Tensor | None,
-    sizes: list[int],
-    block: list[int],
-    tile: list[int],
-) -> Tensor:
+def rearrange(call: BlocksparseRearrange) -> Tensor:
     """Operator `blocksparse_rearrange`."""
-    m, n, m_out, n_out = sizes
-    (height, width), (th, tw) = block, tile
-    shape = (out_rows.shape[0], height, width)
-    if int(nnz) > values.shape[0] or int(out_nnz) > shape[0]:
+    values, source, result = call.values, Lists(call.layout, call.form), Lists(call.out_layout, call.out_form)
+    z_count, rows, cols, h, w, m, n, *_ = source.form
+    z_out, rows_out, _, height, width, m_out, n_out, capacity, *_ = result.form
+    shape, (th, tw) = (capacity, height, width), call.tile
+    if source.overflowed() or result.overflowed():
         return values.new_full(shape, lost(values.dtype))
-    if 0 in (m, n, m_out, n_out, positions.numel(), out_positions.numel()):
+    if 0 in (z_count * m * n, z_out * m_out * n_out):
         return values.new_zeros(shape)
-    h, w = values.shape[1:]
-    rows, cols, rows_out = -(-m // h), -(-n // w), -(-m_out // height)
+    out_rows, out_cols, maps = result.row_indices, result.col_indices, (call.z_map, call.i_map, call.j_map)
+    z_map, i_map, j_map = maps
     present = out_rows >= 0
     z, r, c = out_rows.long().clamp(min=0) // rows_out, out_rows.long().clamp(min=0) % rows_out, out_cols.long()
     # The first row and column of each tile of each block.
     i = r[:, None] * height + torch.arange(0, height, th)
     j = c.clamp(min=0)[:, None] * width + torch.arange(0, width, tw)
-    numbers = positions.view(-1, rows, cols)
+    numbers = source.positions.view(-1, rows, cols)
     total = None
-    for k in range(max(1 if x is None else x.shape[1] for x in (z_map, i_map, j_map))):
+    for k in range(max(1 if x is None else x.shape[1] for x in maps)):
         z_in = z if z_map is None else z_map[z, k]
         i_in, j_in = _sources(i_map, k, i, min(m, m_out)), _sources(j_map, k, j, min(n, n_out))
         found = (present & (z_in >= 0))[:, None, None] & (i_in >= 0)[:, :, None] & (j_in >= 0)[:, None, :]

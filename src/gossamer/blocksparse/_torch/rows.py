@@ -1,41 +1,52 @@
 """Vectors of rows of blocks to each block and back, in plain PyTorch, which is bound by memory on the GPU as well.
 
-`index` `[capacity]` is the row of blocks that each block stands in, -1 behind the last, and `grid` `[rows, E]` the
-blocks of each row, -1 for none. A row's blocks are gathered and added up in order, so that nothing depends on timing.
+`dim` -1 is for rows, -2 for columns. The vectors of rows of blocks are `[Z * rows, height]`, those of columns `[Z *
+cols, width]`. A row's blocks are gathered and added up in order, so that nothing depends on timing.
 """
 
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse._torch.tensor import lost
+from gossamer.blocksparse.lists import Lists, lost
+from gossamer.blocksparse.records import BlocksparseCollect, BlocksparseMost, BlocksparseShifted, BlocksparseSpread
 
 
-def spread(vectors: Tensor, index: Tensor, grid: Tensor) -> Tensor:
-    """Operator `blocksparse_spread`: `[rows, b]` -> `[capacity, b]`, zeros behind the last block."""
-    if not vectors.shape[0]:
-        return vectors.new_zeros(index.shape[0], vectors.shape[1])
-    return torch.where((index >= 0)[:, None], vectors[index.clamp(min=0).long()], 0)
+def spread(call: BlocksparseSpread) -> Tensor:
+    """Operator `blocksparse_spread`."""
+    lists = Lists(call.layout, call.form)
+    if not call.vectors.shape[0]:
+        return call.vectors.new_zeros(lists.form.capacity, call.vectors.shape[1])
+    index = lists.row_indices
+    if call.dim == -2:
+        matrix = index.div(max(lists.form.rows, 1), rounding_mode="floor")
+        index = torch.add(lists.col_indices, matrix, alpha=lists.form.cols)
+    return torch.where((index >= 0)[:, None], call.vectors[index.clamp(min=0).long()], 0)
 
 
-def shifted(values: Tensor, vectors: Tensor, index: Tensor, grid: Tensor, dim: int, how: str) -> Tensor:
-    """Operator `blocksparse_shifted`: values with the vectors of their lines added or multiplied, in values' dtype."""
-    at = spread(vectors, index, grid).to(values.dtype).unsqueeze(dim)
-    return values + at if how == "add" else values * at
+def shifted(call: BlocksparseShifted) -> Tensor:
+    """Operator `blocksparse_shifted`."""
+    at = spread(BlocksparseSpread(call.vectors, call.layout, call.form, call.dim))
+    at = at.to(call.values.dtype).unsqueeze(call.dim)
+    return call.values + at if call.how == "add" else call.values * at
 
 
-def collect(parts: Tensor, index: Tensor, grid: Tensor) -> Tensor:
-    """Operator `blocksparse_collect`: `[capacity, b]` -> `[rows, b]`, their sums."""
-    return _gathered(parts, grid, 0).sum(1)
+def collect(call: BlocksparseCollect) -> Tensor:
+    """Operator `blocksparse_collect`."""
+    return _gathered(call.parts, Lists(call.layout, call.form), call.dim, 0).sum(1)
 
 
-def most(values: Tensor, index: Tensor, grid: Tensor, dim: int) -> Tensor:
-    """Operator `blocksparse_most`: the maxima of values `[capacity, height, width]` along `dim` of whole rows."""
+def most(call: BlocksparseMost) -> Tensor:
+    """Operator `blocksparse_most`."""
+    values, dim = call.values, call.dim
     least = float("-inf") if values.is_floating_point() else lost(values.dtype)
-    found = _gathered(values.amax(dim), grid, least)
-    return found.amax(1) if grid.shape[1] else found.new_full((grid.shape[0], found.shape[2]), least)
+    found = _gathered(values.amax(dim), Lists(call.layout, call.form), dim, least)
+    return found.amax(1) if found.shape[1] else found.new_full((found.shape[0], found.shape[2]), least)
 
 
-def _gathered(parts: Tensor, grid: Tensor, absent: float | int) -> Tensor:
-    """`[rows, E, b]`; numbers beyond the capacity are nobody's."""
+def _gathered(parts: Tensor, lists: Lists, dim: int, absent: float | int) -> Tensor:
+    """`[rows, blocks of a row, b]`; numbers beyond the capacity are nobody's."""
+    z, rows, cols = lists.form[:3]
+    grid = lists.positions.view(z, rows, cols)
+    grid = grid.flatten(0, 1) if dim == -1 else grid.mT.reshape(z * cols, rows)
     held = (grid >= 0) & (grid < parts.shape[0])
     return torch.where(held[:, :, None], parts[grid.clamp(0, parts.shape[0] - 1).long()], absent)

@@ -6,37 +6,18 @@ import torch
 from torch import Tensor
 
 from gossamer.blocksparse._torch.gather import places
-from gossamer.blocksparse._torch.tensor import lost
+from gossamer.blocksparse.lists import Lists, lost
+from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
 
 
-def scatter_reduce(
-    given: Tensor | None,
-    src: Tensor | None,
-    nnz: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    index_nnz: Tensor,
-    index_rows: Tensor,
-    index_cols: Tensor,
-    index_row_offsets: Tensor,
-    index_col_offsets: Tensor,
-    index_order: Tensor,
-    index_positions: Tensor,
-    row_offsets: Tensor,
-    col_offsets: Tensor,
-    order: Tensor,
-    sizes: list[int],
-    reduce: str,
-    include_self: bool,
-    dtype: torch.dtype,
-) -> Tensor:
+def scatter_reduce(call: BlocksparseScatterReduce) -> Tensor:
     """Operator `blocksparse_scatter_reduce`."""
-    shape = (col_indices.shape[0], *index.shape[1:])
-    if int(nnz) > shape[0] or int(index_nnz) > index.shape[0]:
+    given, src, index, dtype, reduce = call.given, call.src, call.index, call.dtype, call.reduce
+    lists, names = Lists(call.layout, call.form), Lists(call.index_layout, call.index_form)
+    shape = (lists.form.capacity, *index.shape[1:])
+    if lists.overflowed() or names.overflowed():
         return torch.full(shape, lost(dtype), dtype=dtype)
-    place = places(positions, index, index_nnz, index_rows, index_cols, sizes, "index of a scatter").view(-1)
+    place = places(index, names, lists.form, lists.positions, Axis(*call.axis), "index of a scatter").view(-1)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.uint8 if dtype is torch.bool else dtype
     # One element more takes what has no place.
     size = math.prod(shape)
@@ -54,5 +35,5 @@ def scatter_reduce(
             met = order >= 0
             flat[met] = added[order[met]].to(wide)
         else:
-            flat.scatter_reduce_(0, place, added.to(wide), reduce, include_self=include_self)
+            flat.scatter_reduce_(0, place, added.to(wide), reduce, include_self=call.include_self)
     return flat[:size].view(shape).to(dtype, copy=True)

@@ -4,39 +4,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from gossamer.blocksparse._torch.tensor import valid
 from gossamer.blocksparse.elements import unpack, words_of
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
 
 
-def softmax(
-    values: Tensor,
-    mask: Tensor | None,
-    row_offsets: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    elements: Tensor | None,
-    m: int,
-    n: int,
-    scale: float,
-) -> Tensor:
-    """Operator `blocksparse_softmax`; a mask of blocks has a dimension more than a dense one."""
-    capacity, height, width = values.shape
-    held = int(row_offsets[-1])
-    if held > capacity:
+def softmax(call: BlocksparseSoftmax) -> Tensor:
+    """Operator `blocksparse_softmax`."""
+    values, mask, scale, lists = call.values, call.mask, call.scale, Lists(call.layout, call.form)
+    z, rows, _, height, width, m, n, *_ = lists.form
+    if lists.overflowed():
         return torch.full_like(values, float("nan"), memory_format=torch.contiguous_format)
+    held, elements = int(lists.nnz), lists.elements
     out = torch.zeros_like(values, memory_format=torch.contiguous_format)
-    row, col = row_indices[:held].long(), col_indices[:held].long()
-    line = row % max(-(-m // height), 1)
-    inside = (line[:, None] * height + torch.arange(height) < m, col[:, None] * width + torch.arange(width) < n)
-    part = inside[0][:, :, None] & inside[1][:, None, :]
+    row, col = lists.row_indices[:held].long(), lists.col_indices[:held].long()
+    part = valid(lists)[:held]
     if elements is not None:
         starts = elements[:held].long()
         at = starts.nonzero().squeeze(1)
         words = elements[starts[at][:, None] + torch.arange(words_of((height, width)))]
-        part = part.index_put((at,), part[at] & unpack(words, (height, width)))
+        part = part.expand(held, height, width).index_put((at,), part[at] & unpack(words, (height, width)))
     if mask is not None:
         part = part & _of_blocks(mask, row, col, (m, n), (height, width))
     x = values[:held].to(torch.promote_types(values.dtype, torch.float32)) * scale
-    most = x.new_full((len(row_offsets) - 1, height), float("-inf"))
+    most = x.new_full((z * rows, height), float("-inf"))
     lines = torch.where(part, x, float("-inf")).amax(2)
     most = most.scatter_reduce(0, row[:, None].expand_as(lines), lines, "amax")
     weights = torch.where(part, torch.exp(x - most[row][:, :, None]), 0)
@@ -67,16 +59,16 @@ def _of_blocks(mask: Tensor, row: Tensor, col: Tensor, size: tuple[int, int], bl
     return blocks[index[0], index[1], index[2]]
 
 
-def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Tensor, n: int, scale: float) -> Tensor:
-    """Operator `blocksparse_softmax_bwd`: what is 0 in the result gets no gradient."""
-    held = int(row_offsets[-1])
-    if held > out.shape[0]:
+def softmax_bwd(call: BlocksparseSoftmaxBwd) -> Tensor:
+    """Operator `blocksparse_softmax_bwd`."""
+    out, scale, lists = call.out, call.scale, Lists(call.layout, call.form)
+    if lists.overflowed():
         return torch.full_like(out, float("nan"), memory_format=torch.contiguous_format)
-    row = row_indices[:held].long()
-    dtype = torch.promote_types(out.dtype, torch.float32)
-    y, dy = out[:held].to(dtype), grad[:held].to(dtype)
+    held, dtype = int(lists.nnz), torch.promote_types(out.dtype, torch.float32)
+    row = lists.row_indices[:held].long()
+    y, dy = out[:held].to(dtype), call.grad[:held].to(dtype)
     product = torch.where(y == 0, 0, y * dy)
-    inner = y.new_zeros(len(row_offsets) - 1, y.shape[1]).index_add_(0, row, product.sum(2))
+    inner = y.new_zeros(lists.form.z * lists.form.rows, y.shape[1]).index_add_(0, row, product.sum(2))
     dx = torch.zeros_like(out, memory_format=torch.contiguous_format)
     dx[:held] = torch.where(y == 0, 0, scale * (product - y * inner[row][:, :, None]))
     return dx

@@ -1,51 +1,70 @@
-"""Dense to blocks and back, on the CPU."""
+"""Dense to blocks and back, transposed blocks, and blocks with one value outside of the matrices, on the CPU."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from gossamer._core import checks
+from gossamer.blocksparse.lists import Lists, lost
+from gossamer.blocksparse.records import (
+    BlocksparseFillOutside,
+    BlocksparseFromDense,
+    BlocksparseToDense,
+    BlocksparseTranspose,
+)
 
 
-def lost(dtype: torch.dtype) -> float | int:
-    """What stands for a value that is not there for want of room: NaN, or the lowest of integers."""
-    return float("nan") if dtype in checks.FLOATS else False if dtype is torch.bool else torch.iinfo(dtype).min
-
-
-def from_dense(
-    x: Tensor, nnz: Tensor, row_indices: Tensor, col_indices: Tensor, positions: Tensor, height: int, width: int
-) -> Tensor:
+def from_dense(call: BlocksparseFromDense) -> Tensor:
     """Operator `blocksparse_from_dense`."""
-    z, m, n = x.shape
-    rows, cols, capacity = -(-m // height), -(-n // width), col_indices.shape[0]
-    if int(nnz) > capacity:
+    x, lists = call.x, Lists(call.layout, call.form)
+    z, rows, cols, height, width, m, n, capacity, *_ = lists.form
+    if lists.overflowed():
         return x.new_full((capacity, height, width), lost(x.dtype))
     out = x.new_zeros(capacity, height, width)
     grid = pad(x, (0, cols * width - n, 0, rows * height - m)).view(z, rows, height, cols, width)
-    held = row_indices[: int(nnz)].long()
-    out[: held.shape[0]] = grid[held // max(rows, 1), held % max(rows, 1), :, col_indices[: held.shape[0]].long()]
+    held = int(lists.nnz)
+    row, column = lists.row_indices[:held].long(), lists.col_indices[:held].long()
+    out[:held] = grid[row // max(rows, 1), row % max(rows, 1), :, column]
     return out
 
 
-def to_dense(
-    values: Tensor,
-    nnz: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    positions: Tensor,
-    z: int,
-    m: int,
-    n: int,
-    fill: float,
-) -> Tensor:
+def to_dense(call: BlocksparseToDense) -> Tensor:
     """Operator `blocksparse_to_dense`."""
-    capacity, height, width = values.shape
-    rows, cols = -(-m // height), -(-n // width)
-    if int(nnz) > capacity:
+    values, lists = call.values, Lists(call.layout, call.form)
+    z, rows, cols, height, width, m, n, *_ = lists.form
+    if lists.overflowed():
         return values.new_full((z, m, n), lost(values.dtype))
+    positions = lists.positions
     present = (positions >= 0).nonzero().squeeze(1)
-    grid = values.new_full((z * rows, cols, height, width), fill)
+    grid = values.new_full((z * rows, cols, height, width), call.fill)
     grid.view(z * rows * cols, height, width)[present] = values[positions[present].long()]
     whole = grid.view(z, rows, cols, height, width).transpose(2, 3).reshape(z, rows * height, cols * width)
     # A copy even where nothing is cut: an operator's result is nobody's view.
     return whole[:, :m, :n].clone(memory_format=torch.contiguous_format)
+
+
+def transpose(call: BlocksparseTranspose) -> Tensor:
+    """Operator `blocksparse_transpose`."""
+    values, lists = call.values, Lists(call.layout, call.form)
+    capacity, height, width = values.shape
+    if lists.overflowed():
+        return values.new_full((capacity, width, height), lost(values.dtype))
+    out, held = values.new_zeros(capacity, width, height), int(lists.nnz)
+    out[:held] = values.mT[lists.transpose_order[:held].long()]
+    return out
+
+
+def fill_outside(call: BlocksparseFillOutside) -> Tensor:
+    """Operator `blocksparse_fill_outside`."""
+    inside = valid(Lists(call.layout, call.form), call.behind)
+    return torch.where(inside, call.values, call.values.new_full((), call.fill))
+
+
+def valid(lists: Lists, behind: bool = True) -> Tensor:
+    """Bool, broadcasting to `[capacity, height, width]`: which values stand for an element of a matrix. Without
+    `behind`, blocks behind the last count as blocks."""
+    (_, rows, _, height, width, m, n, *_), device = lists.form, lists.buffer.device
+    row = lists.row_indices[:, None]
+    line = row % max(rows, 1) * height + torch.arange(height, device=device)
+    column = lists.col_indices[:, None] * width + torch.arange(width, device=device)
+    exists = (line < m) & (row >= 0) if behind else line < m
+    return exists[:, :, None] & (column < n)[:, None, :]

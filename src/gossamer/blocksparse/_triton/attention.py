@@ -13,6 +13,7 @@ and log-sum-exp in float32; `_attention_join_kernel` joins them in order.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +22,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, ranges, tuning
+from gossamer._core import launch, tuning
 from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of, splits_of
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
 INV_LN2 = 1.4426950408889634
 
@@ -130,11 +133,9 @@ def met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG: tl.c
 def reached(lengths_ptr, batch, Tq, Tk):
     """(where a sequence's keys end, at which key the first query stands)."""
     limit = Tk
-    shift = Tk - Tq
     if lengths_ptr is not None:
         limit = tl.minimum(tl.load(lengths_ptr + batch), Tk)
-        shift = tl.maximum(limit - Tq, tl.minimum(Tk - Tq, 0))
-    return limit, shift
+    return limit, tl.maximum(limit - Tq, tl.minimum(Tk - Tq, 0))
 
 
 @triton.jit
@@ -360,30 +361,23 @@ def inner_of(d: int) -> int:
 class Operands:
     """What the kernels of one attention read, contiguous, and the config that this gives."""
 
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    bias: Tensor | None
-    relative: Tensor | None
-    places: Tensor | None
+    problem: Problem
+    lists: Lists
+    inputs: tuple[Tensor | None, ...]
     lengths: Tensor | None
-    elements: Tensor | None
     config: Config
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What kernels take first."""
-        return self.q, self.k, self.v, self.bias, self.relative, self.places
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The masks and the sizes, as kernels take them last."""
+        p = self.problem
+        masks = self.lengths, self.lists.elements
+        return *masks, p.b, p.h, p.group, p.tq, p.tk, p.d, self.lists.form.capacity, p.scale * INV_LN2
 
-    def sizes(self, p: Problem) -> tuple[int, ...]:
-        """What kernels take as SIZES."""
-        return p.b, p.h, p.group, p.tq, p.tk, p.d
 
-
-def operands(
-    p: Problem, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, places: Tensor | None,
-    lengths: Tensor | None, elements: Tensor | None, tile: Tile, inner: int,
-) -> Operands:  # fmt: skip
-    """The operands of an attention as its kernels read them; `inner` is as `tuning.dot_precision` has it."""
+def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Callable[..., Tile]) -> Operands:
+    """The operands of an attention as its kernels read them: q, k, v, bias, relative and places."""
+    p, q, bias, places = problem_of(call), call.q, call.bias, call.places
     kind, own = "none", (False, False, False)
     if bias is not None:
         bias = bias.view(torch.int8) if bias.dtype is torch.bool else bias
@@ -393,38 +387,31 @@ def operands(
             bias = bias[:, :, :1] if bias.stride(2) == 0 else bias
             own = bias.shape[0] > 1, bias.shape[1] > 1, bias.shape[2] > 1
         bias = bias.contiguous()
-    precision = tuning.dot_precision(q, inner)
+    terms = (0, 0)
+    if call.relative is not None and places is not None:
+        terms = places.shape[0], call.relative.shape[-1] // places.shape[0]
+    tile, precision = tile_of(p.d, q.element_size(), p.block, terms[0]), tuning.dot_precision(q, inner_of(p.d))
     config = Config(
         *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
-        *p.own, kind, *own, *terms_of(relative, places), 1, precision["PRECISION"], precision["UPCAST"],
+        *p.own, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"],
     )  # fmt: skip
-    q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-    return Operands(q, k, v, bias, relative, places, lengths, elements, config)
+    inputs = q.contiguous(), call.k.contiguous(), call.v.contiguous(), bias, call.relative, places
+    return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, config)
 
 
-def terms_of(relative: Tensor | None, places: Tensor | None) -> tuple[int, int]:
-    """Terms of relative positions, and numbers of each."""
-    if relative is None or places is None:
-        return 0, 0
-    return places.shape[0], relative.shape[-1] // places.shape[0]
-
-
-def launch_attention_fwd(
-    problem: Problem, given: Operands, offsets: Tensor, columns: Tensor, splits: int = 1
-) -> tuple[Tensor, Tensor]:
+def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tensor]:
     """(out, log-sum-exp); the keys split into as many parts as asked for, a power of two."""
-    p, q = problem, given.q
+    p, q, lists = given.problem, given.inputs[0], given.lists
+    assert q is not None
     config = replace(given.config, splits=splits)
-    given = replace(given, config=config)
     tiles = p.rows * (p.block[0] // config.block_m)
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     into: tuple[Tensor, ...] = out, lse
     if splits > 1:
         parts = p.b * p.h * splits
         into = tuple(q.new_empty(size, dtype=torch.float32) for size in ((parts, p.tq, p.d), (parts, p.tq)))
-    args = (*given.tensors(), *into, offsets, columns, given.lengths, given.elements, *given.sizes(p), columns.shape[0])
-    grid = (tiles * splits * p.b * p.h, 1, 1)
-    _attention_fwd_kernel(grid, (*args, p.scale * INV_LN2), {"CONFIG": config}, **config.options)
+    args = (*given.inputs, *into, lists.row_offsets, lists.col_indices, *given.sizes)
+    _attention_fwd_kernel((tiles * splits * p.b * p.h, 1, 1), args, {"CONFIG": config}, **config.options)
     if splits > 1:
         meta = {"SPLITS": splits, "BLOCK_D": config.block_d}
         args = (*into, out, lse, p.h, p.tq, p.d)
@@ -435,61 +422,42 @@ def launch_attention_fwd(
 _plans = launch.Plans()
 
 
-def shape_of(q: Tensor, k: Tensor, v: Tensor, columns: Tensor) -> tuple[Any, ...]:
-    """What a plan's launches depend on beside an operator's settings."""
-    shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
-    return *shapes, q.dtype, columns.shape[0], q.get_device()
-
-
-def _again(key: Any, q: Tensor, k: Tensor, v: Tensor, offsets: Tensor, columns: Tensor) -> tuple[Tensor, Tensor] | None:
-    """(out, log-sum-exp), if a call like it has left what repeats it."""
-    index, lists = q.get_device(), offsets.data_ptr() | columns.data_ptr()
-    plan = _plans.get(key, index, q.data_ptr() | k.data_ptr() | v.data_ptr() | lists)
-    if plan is None:
+def key_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Any:
+    """What a plan's launches depend on; None where a call has operands that no plan repeats."""
+    if call.bias is not None or call.relative is not None or call.lengths is not None or call.form[8]:
         return None
-    with ranges.span("gossamer::blocksparse.attention/hopper"):
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        found: tuple[Tensor, Tensor] = plan.launches[0](stream, q, k, v, offsets, columns)
-    return found
+    q, k, v = call.q, call.k, call.v
+    shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
+    return *shapes, q.dtype, q.get_device(), *call.form, *call.own, call.causal, call.scale
 
 
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, relative: Tensor | None, places: Tensor | None,
-    lengths: Tensor | None, row_offsets: Tensor, col_indices: Tensor, row_indices: Tensor, col_offsets: Tensor,
-    transpose_order: Tensor, positions: Tensor, elements: Tensor | None, z_batch: int, z_head: int, height: int,
-    width: int, causal: bool, scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Operator `blocksparse_attention` -> (out like q, float32 log-sum-exp `[B, H, Tq]`)."""
-    settings = z_batch, z_head, height, width, causal, scale
-    key = None
-    if bias is None and relative is None and lengths is None and elements is None:
-        key = shape_of(q, k, v, col_indices), settings
-        found = _again(key, q, k, v, row_offsets, col_indices)
-        if found is not None:
+def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
+    """Operator `blocksparse_attention`."""
+    q, k, v, *_ = call
+    key, index = key_of(call), q.get_device()
+    if key is not None:
+        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | call.layout.data_ptr()
+        plan = _plans.get(key, index, addresses)
+        if plan is not None:
+            stream = torch._C._cuda_getCurrentRawStream(index)
+            found: tuple[Tensor, Tensor] = plan.launches[0](stream, q, k, v, call.layout.data_ptr())
             return found
     if q.shape[:3].numel() == 0:
         return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.shape[-1] == 0:
         # Weights of heads without columns sum up all the same: their scores are 0.
-        narrow, (q, k, v) = empty_like(q), (x.new_zeros(*x.shape[:3], 1) for x in (q, k, v))
-        lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions, elements
-        return narrow, attention(q, k, v, bias, relative, places, lengths, *lists, *settings)[1]
-    problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
-    path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
-    with ranges.span(f"gossamer::blocksparse.attention/{path}"):
-        if path == "hopper":
-            from gossamer.blocksparse._gluon import attention as hopper
+        q, k, v = (x.new_zeros(*x.shape[:3], 1) for x in (q, k, v))
+        return empty_like(call.q), attention(call._replace(q=q, k=k, v=v))[1]
+    path = choose_path(call)
+    if path == "hopper":
+        from gossamer.blocksparse._gluon import attention as hopper
 
-            out, lse, repeated = hopper.launch_attention_fwd(
-                problem, q, k, v, row_offsets, col_indices, elements, lengths
-            )
-            if key is not None:
-                _plans.keep(key, q.device, repeated)
-            return out, lse
-        tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
-        given = operands(problem, q, k, v, bias, relative, places, lengths, elements, tile, inner_of(problem.d))
-        splits = splits_of(problem, q.device) if path == "split" else 1
-        return launch_attention_fwd(problem, given, row_offsets, col_indices, splits)
+        out, lse, again = hopper.launch_attention_fwd(call)
+        if key is not None:
+            _plans.keep(key, q.device, again)
+        return out, lse
+    given = operands(call, tile_of)
+    return launch_attention_fwd(given, splits_of(given.problem, q.device) if path == "split" else 1)
 
 
 EXAMPLE = Config(64, 64, 64, 64, 128, 4, 2, True, True, True, "dense", True, True, True, 1, 129)

@@ -8,21 +8,19 @@ sums once, so that results do not depend on the order in which programs run.
 """
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, ranges
+from gossamer._core import launch
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
-    INV_LN2,
     Operands,
     Tile,
     dot,
-    inner_of,
+    key_of,
     last_of,
     listed,
     load_rows,
@@ -32,13 +30,13 @@ from gossamer.blocksparse._triton.attention import (
     operands,
     reached,
     scores,
-    shape_of,
     span,
     store_rows,
     token_major,
 )
 from gossamer.blocksparse._triton.attention_relative import launch_attention_drelative
-from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
+from gossamer.blocksparse.attention_path import choose_path, empty_like
+from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
@@ -289,113 +287,78 @@ def attention_stats(
     return stats, _attention_stats_kernel((b * h * tiles, 1, 1), args, meta, head=5)
 
 
-def launch_attention_bwd(
-    problem: Problem, given: Operands, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. `lists` are a layout's: row_offsets, col_indices, row_indices, col_offsets,
-    transpose_order, positions."""
-    p, q, k, v, masks = problem, given.q, given.k, given.v, (given.lengths, given.elements)
-    row_offsets, col_indices, row_indices, col_offsets, order, _ = lists
+def launch_attention_bwd(given: Operands, grad: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v."""
+    p, lists, config, (q, k, v, *_) = given.problem, given.lists, given.config, given.inputs
+    assert q is not None and k is not None and v is not None
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
-    config, inputs = given.config, (*given.tensors(), grad, stats)
-    sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
+    inputs = (*given.inputs, grad, stats)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
-    args = (*inputs, dq, row_offsets, col_indices, *masks, *sizes)
+    args = (*inputs, dq, lists.row_offsets, lists.col_indices, *given.sizes)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
     if config.block_d * q.element_size() >= 256:
         config = replace(config, block_m=max(16, config.block_m // 2))
     grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
-    args = (*inputs, dk, dv, col_offsets, order, row_indices, *masks, *sizes)
+    args = (*inputs, dk, dv, lists.col_offsets, lists.transpose_order, lists.row_indices, *given.sizes)
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv
 
 
-def launch_attention_dbias(
-    problem: Problem, given: Operands, bias: Tensor, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...]
-) -> Tensor:
+def launch_attention_dbias(given: Operands, bias: Tensor, grad: Tensor, stats: Tensor) -> Tensor:
     """Gradient of a bias, in the shape in which the operator has it."""
-    p, config = problem, given.config
-    row_offsets, col_indices, row_indices, _, _, positions = lists
+    p, config, lists, dense = given.problem, given.config, given.lists, bias.dim() == 4
     dbias = bias.new_empty(bias.shape)
-    dense = bias.dim() == 4
-    blocks = bias.shape[0] * bias.shape[1] * p.rows * p.columns if dense else col_indices.shape[0]
-    which = positions if dense else row_indices
-    sizes = (*given.sizes(p), col_indices.shape[0], p.scale * INV_LN2)
-    masks = given.lengths, given.elements
-    args = (*given.tensors(), grad, stats, dbias, row_offsets, which, col_indices, *masks, *sizes)
+    blocks = bias.shape[0] * bias.shape[1] * p.rows * p.columns if dense else lists.form.capacity
+    which = lists.positions if dense else lists.row_indices
+    args = (*given.inputs, grad, stats, dbias, lists.row_offsets, which, lists.col_indices, *given.sizes)
     grid = (blocks * (p.block[0] // config.block_m) * (p.block[1] // config.block_n), 1, 1)
     _attention_dbias_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dbias
 
 
-def attention_bwd(
-    grad: Tensor, grad_lse: Tensor | None, out: Tensor, lse: Tensor, q: Tensor, k: Tensor, v: Tensor,
-    bias: Tensor | None, relative: Tensor | None, places: Tensor | None, lengths: Tensor | None, row_offsets: Tensor,
-    col_indices: Tensor, row_indices: Tensor, col_offsets: Tensor, transpose_order: Tensor, positions: Tensor,
-    elements: Tensor | None, z_batch: int, z_head: int, height: int, width: int, causal: bool, scale: float,
-    with_bias: bool, with_relative: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Operator `blocksparse_attention_bwd` -> gradients of q, k, v, the bias and what queries make of relative
-    positions, the last two empty unless asked for."""
-    if q.numel() == 0 or k.numel() == 0:
-        zeros = [empty_like(x).zero_() for x in (q, k, v)]
-        for x, wanted in ((bias, with_bias), (relative, with_relative)):
-            zeros.append(x.new_zeros(x.shape) if x is not None and wanted else q.new_empty(0))
-        dq, dk, dv, dbias, drelative = zeros
-        return dq, dk, dv, dbias, drelative
-    lists = row_offsets, col_indices, row_indices, col_offsets, transpose_order, positions
-    key = None
-    if all(x is None for x in (bias, relative, lengths, grad_lse, elements)):
-        settings = z_batch, z_head, height, width, causal, scale
-        key = shape_of(q, k, v, col_indices), grad.stride(), out.stride(), settings
-        found = _again(key, q, k, v, out, grad, lse, lists)
-        if found is not None:
-            return *found, q.new_empty(0), q.new_empty(0)
-    problem = problem_of(q, k, z_batch, z_head, height, width, causal, scale)
-    path = choose_path(problem, q.dtype, q.device, bias is None and relative is None)
-    dbias, drelative = q.new_empty(0), q.new_empty(0)
-    with ranges.span(f"gossamer::blocksparse.attention/{path}"):
-        # Statistics, and the copy engine, read rows wherever they stand.
-        given_grad, grad = grad, grad if grad.stride(-1) == 1 else grad.contiguous()
-        stats, bound = attention_stats(out, grad, lse, grad_lse)
-        if path == "hopper":
-            from gossamer.blocksparse._gluon import attention_backward as hopper
-
-            dq, dk, dv, again = hopper.launch_attention_bwd(problem, q, k, v, grad, stats, lists, elements, lengths)
-            if key is not None and bound is not None and grad is given_grad and out.transpose(1, 2).is_contiguous():
-                _plans.keep(key, q.device, again, bound, stats.shape)
-            return dq, dk, dv, dbias, drelative
-        grad = grad.contiguous()
-        tile = tile_of(problem.d, q.element_size(), problem.block, 0 if places is None else places.shape[0])
-        given = operands(problem, q, k, v, bias, relative, places, lengths, elements, tile, inner_of(problem.d))
-        grads = launch_attention_bwd(problem, given, grad, stats, lists)
-        if bias is not None and with_bias:
-            dbias = launch_attention_dbias(problem, given, bias, grad, stats, lists)
-        if relative is not None and with_relative:
-            drelative = launch_attention_drelative(problem, given, grad, stats, lists)
-    return *grads, dbias, drelative
-
-
 _plans = launch.Plans()
 
 
-def _again(
-    key: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, grad: Tensor, lse: Tensor, lists: tuple[Tensor, ...]
-) -> tuple[Tensor, Tensor, Tensor] | None:
-    """Gradients of q, k and v, if a call like it has left what repeats it."""
-    index, addresses = q.get_device(), 0
-    for x in (q, k, v, out, grad, lse, *lists):
-        addresses |= x.data_ptr()
-    plan = _plans.get(key, index, addresses)
-    if plan is None:
-        return None
-    gradients, statistics, shape = plan.launches
-    with ranges.span("gossamer::blocksparse.attention/hopper"):
-        stream, stats = torch._C._cuda_getCurrentRawStream(index), lse.new_empty(shape)
-        statistics(stream, out.data_ptr(), grad.data_ptr(), lse.data_ptr(), None, stats.data_ptr())
-        found: tuple[Tensor, Tensor, Tensor] = gradients(stream, q, k, v, grad, stats, lists)
-    return found
+def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `blocksparse_attention_bwd`."""
+    given_grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
+    empty = q.new_empty(0)
+    if q.numel() == 0 or k.numel() == 0:
+        zeros = [empty_like(x).zero_() for x in (q, k, v)]
+        for x, wanted in ((bias, call.with_bias), (relative, call.with_relative)):
+            zeros.append(x.new_zeros(x.shape) if x is not None and wanted else empty)
+        dq, dk, dv, dbias, drelative = zeros
+        return dq, dk, dv, dbias, drelative
+    key, index = None if grad_lse is not None else key_of(call), q.get_device()
+    if key is not None:
+        key, addresses = (*key, given_grad.stride(), out.stride()), 0
+        for x in (q, k, v, out, given_grad, lse, call.layout):
+            addresses |= x.data_ptr()
+        plan = _plans.get(key, index, addresses)
+        if plan is not None:
+            gradients, statistics, shape = plan.launches
+            stream, stats = torch._C._cuda_getCurrentRawStream(index), lse.new_empty(shape)
+            statistics(stream, out.data_ptr(), given_grad.data_ptr(), lse.data_ptr(), None, stats.data_ptr())
+            return *gradients(stream, q, k, v, given_grad, stats, call.layout), empty, empty
+    # Statistics, and the copy engine, read rows wherever they stand.
+    grad = given_grad if given_grad.stride(-1) == 1 else given_grad.contiguous()
+    stats, bound = attention_stats(out, grad, lse, grad_lse)
+    if choose_path(call) == "hopper":
+        from gossamer.blocksparse._gluon import attention_backward as hopper
+
+        dq, dk, dv, again = hopper.launch_attention_bwd(call, grad, stats)
+        if key is not None and bound is not None and grad is given_grad and out.transpose(1, 2).is_contiguous():
+            _plans.keep(key, q.device, again, bound, stats.shape)
+        return dq, dk, dv, empty, empty
+    given, grad = operands(call, tile_of), grad.contiguous()
+    dq, dk, dv = launch_attention_bwd(given, grad, stats)
+    dbias, drelative = empty, empty
+    if bias is not None and call.with_bias:
+        dbias = launch_attention_dbias(given, bias, grad, stats)
+    if relative is not None and call.with_relative:
+        drelative = launch_attention_drelative(given, grad, stats)
+    return dq, dk, dv, dbias, drelative
 
 
 _CONFIG = replace(EXAMPLE, block_n=32)

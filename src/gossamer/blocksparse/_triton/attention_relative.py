@@ -16,7 +16,6 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
-    INV_LN2,
     Operands,
     dot,
     last_of,
@@ -30,7 +29,6 @@ from gossamer.blocksparse._triton.attention import (
     scores,
     span,
 )
-from gossamer.blocksparse.attention_path import Problem
 
 CHUNK = 64
 """Most positions of a program."""
@@ -95,16 +93,13 @@ def _attention_drelative_kernel(
     tl.store(drelative_ptr + to, acc, mask=exists[:, None] & (own < R)[None, :])
 
 
-def launch_attention_drelative(
-    problem: Problem, given: Operands, grad: Tensor, stats: Tensor, lists: tuple[Tensor, ...]
-) -> Tensor:
-    """Gradient of `given.relative`; `lists` as of the other backward kernels."""
-    p, config = problem, given.config
-    assert given.relative is not None
-    drelative = given.relative.new_empty(given.relative.shape)
+def launch_attention_drelative(given: Operands, grad: Tensor, stats: Tensor) -> Tensor:
+    """Gradient of the operand `relative`."""
+    p, config, lists, relative = given.problem, given.config, given.lists, given.inputs[4]
+    assert relative is not None
+    drelative = relative.new_empty(relative.shape)
     wide = min(CHUNK, launch.next_power_of_2(config.window))
-    sizes = (*given.sizes(p), lists[1].shape[0], p.scale * INV_LN2)
-    args = (*given.tensors(), grad, stats, drelative, *lists[:2], given.lengths, given.elements, *sizes)
+    args = (*given.inputs, grad, stats, drelative, lists.row_offsets, lists.col_indices, *given.sizes)
     tiles = p.rows * (p.block[0] // config.block_m)
     grid = (tiles * launch.cdiv(config.window, wide) * config.terms * p.b * p.h, 1, 1)
     meta = {"CONFIG": config, "BLOCK_R": wide}

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.blocksparse._triton.tensor import lost, plain
+from gossamer.blocksparse.lists import Form, Lists
+from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach
 
 
 @triton.jit
@@ -96,56 +98,38 @@ LINES = 2
 """Rows of a program whose indices point along them."""
 
 
-def gather(
-    values: Tensor,
-    nnz: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    index_nnz: Tensor,
-    index_rows: Tensor,
-    index_cols: Tensor,
-    index_row_offsets: Tensor,
-    index_col_offsets: Tensor,
-    index_order: Tensor,
-    index_positions: Tensor,
-    row_offsets: Tensor,
-    col_offsets: Tensor,
-    order: Tensor,
-    sizes: list[int],
-    strict: bool,
-) -> Tensor:
+def gather(call: BlocksparseGather) -> Tensor:
     """Operator `blocksparse_gather`."""
-    axis, inner, d_index, d, m_index, n_index, m, n = sizes
+    values, index, lists = call.values, call.index, Lists(call.layout, call.form)
+    names, along = Lists(call.index_layout, call.index_form), Axis(*call.axis)
     capacity, height, width = index.shape
     out = torch.empty(index.shape, dtype=values.dtype, device=index.device)
-    lines = LINES if axis == 2 else min(height, 2048 // width)
+    lines = LINES if along.axis == 2 else min(height, 2048 // width)
     group = max(1, 2048 // (lines * width))
-    rows_index, rows, cols = launch.cdiv(m_index, height), launch.cdiv(m, height), launch.cdiv(n, width)
-    counts = (max(rows_index, 1), max(rows, 1), max(cols, 1))
-    bound = (d, m, n)[axis]
     args = (
-        plain(values), index, plain(out), nnz, positions, index_nnz, index_rows, index_cols,
-        d, inner, d_index, *counts, m_index, n_index, bound, values.shape[0], capacity,
+        plain(values), index, plain(out), lists.nnz, lists.positions, names.nnz, names.row_indices, names.col_indices,
+        *sizes_of(along, names.form, lists.form), values.shape[0], capacity,
     )  # fmt: skip
-    meta = {"HEIGHT": height, "WIDTH": width, "TILE": (group, lines), "AXIS": axis, "STRICT": strict}
-    _gather_kernel(
-        (launch.cdiv(capacity, group), height // lines, 1), args, meta, num_warps=max(1, group * lines * width // 512)
-    )
+    meta = {"HEIGHT": height, "WIDTH": width, "TILE": (group, lines), "AXIS": along.axis, "STRICT": call.strict}
+    grid = (launch.cdiv(capacity, group), height // lines, 1)
+    _gather_kernel(grid, args, meta, num_warps=max(1, group * lines * width // 512))
     return out
 
 
-def reach(index: Tensor, index_nnz: Tensor, index_rows: Tensor, index_cols: Tensor, sizes: list[int]) -> Tensor:
+def sizes_of(along: Axis, names: Form, form: Form) -> tuple[int, ...]:
+    """The sizes of the indices and of the matrices that they point into, as the kernels take them."""
+    counts = max(names.rows, 1), max(form.rows, 1), max(form.cols, 1)
+    return along.d, along.inner, along.d_index, *counts, names.m, names.n, along.bound(form)
+
+
+def reach(call: BlocksparseGatherReach) -> Tensor:
     """Operator `blocksparse_gather_reach`."""
-    axis, inner, d_index, d, m_index, n_index, m, n, z = sizes
+    index, names, form = call.index, Lists(call.index_layout, call.index_form), Form(*call.target)
     capacity, height, width = index.shape
-    tile = min(height, 2048 // width)
-    rows_index, rows, cols = launch.cdiv(m_index, height), launch.cdiv(m, height), launch.cdiv(n, width)
-    mask = torch.zeros(z, rows, cols, dtype=torch.uint8, device=index.device)
-    grid, bound = (max(rows_index, 1), max(rows, 1), max(cols, 1)), (d, m, n)[axis]
-    args = (index, mask, index_nnz, index_rows, index_cols, d, inner, d_index, *grid, m_index, n_index, bound)
-    meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": axis}
+    tile, along = min(height, 2048 // width), Axis(*call.axis)
+    mask = torch.zeros(form.z, form.rows, form.cols, dtype=torch.uint8, device=index.device)
+    args = (index, mask, names.nnz, names.row_indices, names.col_indices, *sizes_of(along, names.form, form))
+    meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": along.axis}
     _gather_reach_kernel((capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
     return mask.view(torch.bool)
 

@@ -16,19 +16,19 @@ Tiles are ordered in bands of 1,024 rows by column: programs at work at one time
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, ranges, tuning
+from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
 from gossamer.blocksparse._triton.strips import strips
 from gossamer.blocksparse._triton.tensor import cell, from_dense, lost_blocks, place, to_dense
 from gossamer.blocksparse._triton.transpose import turn
-from gossamer.blocksparse.matmul_path import choose_path, is_small, narrowed, share_of, widest_of
+from gossamer.blocksparse.matmul_path import ACROSS, Plan, Turned, narrowed, plan_of, widest_for
+from gossamer.blocksparse.records import BlocksparseFromDense, BlocksparseMatmul, BlocksparseToDense
 
 WAVES = 16
 """Programs for each multiprocessor where programs keep lists."""
@@ -277,132 +277,83 @@ def tile_of(bm: int, bk: int, bn: int, width: int, element_size: int, hopper: bo
     return Tile(columns, step, 8 if bm * columns >= 128 * 128 and bm >= 128 else 4, stages)
 
 
-def width_of(of_b: tuple[Any, ...], across: int, bn: int) -> int:
-    """How wide a tile may be of use, as far as the room of layouts tells: not wider than a row of the result, and less
-    where blocks of B are absent, for a tile multiplies with what any of its columns meets. With half of them 128
-    columns take 0.89 of the time of 256, with a quarter 0.77 (one H200, n 8,192, blocks of 64)."""
-    return min(across, max(bn, widest_of(share_of(of_b))))
-
-
-def matmul(a: Tensor, b: Tensor, *rest: Any) -> Tensor:
-    """Operator `blocksparse_matmul`."""
-    of_a, of_b, of_out = rest[:6], rest[6:12], rest[12:18]
-    z, m, k, n, bm, bk, bn, trans_a, trans_b = rest[18:]
-    capacity = 0 if of_out[0] is None else of_out[1].shape[0]
-    out = torch.empty((z, m, n) if of_out[0] is None else (capacity, bm, bn), dtype=a.dtype, device=a.device)
-    if out.numel() == 0:
-        return out
-    shares = (share_of(of_a), share_of(of_b), share_of(of_out))
-    if choose_path((z, m, k, n), (bm, bk, bn), shares, a.dtype, a.device) == "dense":
-        with ranges.span("gossamer::blocksparse.matmul/dense"):
-            return _through_dense(a, b, (of_a, of_b, of_out), (z, m, k, n), trans_a, trans_b, (bm, bn))
-    turned = of_a[0] is None and of_b[0] is not None
-    if turned:
-        a, b, of_a, of_b, m, n, bm, bn = b, a.mT, of_b, of_a, n, m, bn, bm
-        trans_a, trans_b = not trans_b, False
-    a, trans_a = (a.contiguous(), trans_a) if of_a[0] is not None else _stored(a)
-    b, trans_b = (b.contiguous(), trans_b) if of_b[0] is not None else _stored(b)
-    precision = tuning.dot_precision(a, k)
+def turned(call: BlocksparseMatmul, plan: Plan) -> Turned:
+    """The product of a plan, with operands that lie as its kernel reads them."""
+    a, b, (of_a, of_b, of_out), sizes, block = call.a, call.b, call.lists(), call.sizes, call.block
+    trans_a, trans_b = call.trans_a, call.trans_b
+    if plan.turned:
+        a, b, of_a, of_b, trans_a, trans_b = b, a.mT, of_b, of_a, not trans_b, False
+        sizes, block = (sizes[0], *sizes[:0:-1]), block[::-1]
+    a, trans_a = (a.contiguous(), trans_a) if of_a is not None else _stored(a)
+    b, trans_b = (b.contiguous(), trans_b) if of_b is not None else _stored(b)
     order = trans_a, trans_b
-    # Small ones of float32 would wait for tiles that the compiler turns around.
-    small = a.element_size() == 2 and is_small((z, m, k, n), a.device)
-    hopper = tuning.hopper(a.device) and not small
-    if hopper and precision["PRECISION"].startswith("tf32"):
-        a, b, trans_a, trans_b, order = _by_inner(a, b, of_a, of_b, trans_a, trans_b)
-    cores = a.element_size() == 2 or precision["PRECISION"] == "tf32"
-    parts, trans = (of_a, of_b, of_out), (trans_a, trans_b, turned, *order)
-    if hopper and cores and _on_hopper((a, b, out), parts, (z, m, k, n), (bm, bk, bn), trans):
-        return out
-    rows = z * launch.cdiv(m, bm)
-    across = n if of_out[0] is None else bn * launch.cdiv(capacity, max(rows, 1))
-    width = narrowed(width_of(of_b, across, bn), max(bn, 64), rows, across, a.device)
-    tile = tile_of(bm, bk, bn, width, a.element_size(), cores and tuning.hopper(a.device))
-    block = bm, bk or tile.step, bn or tile.columns
-    tiles = z * launch.cdiv(m, bm) * launch.cdiv(n, tile.columns)
-    pairs = None
-    if of_b[0] is not None:
-        inner = launch.cdiv(k, bk)
-        tiles = min(tiles, WAVES * tuning.programs(a.device))
-        pairs = launch.scratch.get(max(tiles, 1) * (2 + tile.columns // bn) * inner, a.device).view(torch.int32)
-    lists = (*_lists(of_a, trans_a), of_b[0], of_b[5], *_lists(of_out, turned), pairs)
-    capacities = [0 if parts[0] is None else parts[1].shape[0] for parts in (of_a, of_b, of_out)]
-    meta = {"BLOCK": block, "TRANS": trans, "TILE": (tile.columns, tile.step), **precision}
-    args = (a, b, out, *lists, z, m, k, n, *capacities)
-    _blocksparse_matmul_kernel((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
+    if plan.by_inner:
+        # Elements along the inner dimension have to be neighbours for TF32 products of Hopper; otherwise the compiler
+        # would turn each tile around, four bytes at a time.
+        if trans_a:
+            a = turn(a if of_a is not None else a.mT)
+        if not trans_b:
+            b = turn(b) if of_b is not None else turn(b).mT
+        order, trans_a, trans_b = (False, True), trans_a and of_a is not None, trans_b or of_b is None
+    return Turned(a, b, [of_a, of_b, of_out], sizes, block, (trans_a, trans_b, plan.turned, *order))
+
+
+def matmul(call: BlocksparseMatmul) -> Tensor:
+    """Operator `blocksparse_matmul`."""
+    z, m, _, n = call.sizes
+    shape = (z, m, n) if call.out_layout is None else (call.out_form[7], call.block[0], call.block[2])
+    if 0 in shape:
+        return call.a.new_empty(shape)
+    plan = plan_of(call)
+    if plan.path == "dense":
+        return through_dense(call)
+    out = torch.empty(shape, dtype=call.a.dtype, device=call.a.device)
+    product = turned(call, plan)
+    if plan.walk is not None:
+        from gossamer.blocksparse._gluon.matmul import launch_matmul
+
+        walk, of_out, tiles = plan.walk, product.lists[2], None
+        if walk.strips:
+            assert of_out is not None
+            width = ACROSS // product.block[2]
+            tiles = strips(of_out.by(product.trans[2])[0], of_out.form.capacity, width, walk.band)
+        launch_matmul(walk, product, out, tiles)
+    else:
+        launch_blocks(product, out, plan.wide)
     return out
 
 
-def _through_dense(
-    a: Tensor,
-    b: Tensor,
-    parts: tuple[tuple[Any, ...], ...],
-    sizes: tuple[int, int, int, int],
-    trans_a: bool,
-    trans_b: bool,
-    block: tuple[int, int],
-) -> Tensor:
+def launch_blocks(product: Turned, out: Tensor, wide: bool) -> None:
+    """Fills the result, by tiles for Hopper's tensor cores where they are `wide`."""
+    a, b, (of_a, of_b, of_out), (z, m, k, n), (bm, bk, bn), trans = product
+    capacities = [0 if lists is None else lists.form.capacity for lists in product.lists]
+    rows = z * launch.cdiv(m, bm)
+    across = n if of_out is None else bn * launch.cdiv(capacities[2], max(rows, 1))
+    width = narrowed(widest_for(of_b, across, bn), max(bn, 64), rows, across, a.device)
+    tile = tile_of(bm, bk, bn, width, a.element_size(), wide)
+    tiles = rows * launch.cdiv(n, tile.columns)
+    b_offsets, b_positions, pairs = None, None, None
+    if of_b is not None:
+        inner = launch.cdiv(k, bk)
+        tiles = min(tiles, WAVES * tuning.programs(a.device))
+        pairs = launch.scratch.get(max(tiles, 1) * (2 + tile.columns // bn) * inner, a.device).view(torch.int32)
+        b_offsets, b_positions = of_b.row_offsets, of_b.positions
+    of_left, of_result = (
+        (None, None, None) if lists is None else lists.by(flip)
+        for lists, flip in ((of_a, trans[0]), (of_out, trans[2]))
+    )
+    args = (a, b, out, *of_left, b_offsets, b_positions, *of_result, pairs, z, m, k, n, *capacities)
+    meta = {"BLOCK": (bm, bk or tile.step, bn or tile.columns), "TRANS": trans, "TILE": (tile.columns, tile.step)}
+    meta |= tuning.dot_precision(a, k)
+    _blocksparse_matmul_kernel((max(tiles, 1), 1, 1), args, meta, num_warps=tile.warps, num_stages=tile.stages)
+
+
+def through_dense(call: BlocksparseMatmul) -> Tensor:
     """The product of dense copies, and its blocks where the result has some."""
-    z, m, k, n = sizes
-    of_a, of_b, of_out = parts
-    x = _as_dense(a, of_a, z, (k, m) if trans_a else (m, k))
-    y = _as_dense(b, of_b, z, (n, k) if trans_b else (k, n))
-    out = torch.bmm(x.mT if trans_a else x, y.mT if trans_b else y)
-    if of_out[0] is None:
-        return out
-    row_offsets, col_indices, row_indices, _, _, positions = of_out
-    return from_dense(out, row_offsets[-1:], row_indices, col_indices, positions, *block)
-
-
-def _as_dense(x: Tensor, parts: tuple[Any, ...], z: int, size: tuple[int, int]) -> Tensor:
-    if parts[0] is None:
-        return x
-    row_offsets, col_indices, row_indices, _, _, positions = parts
-    return to_dense(x, row_offsets[-1:], row_indices, col_indices, positions, z, *size, 0.0)
-
-
-def _on_hopper(
-    operands: tuple[Tensor, Tensor, Tensor],
-    parts: tuple[tuple[Any, ...], ...],
-    sizes: tuple[int, int, int, int],
-    block: tuple[int, int, int],
-    trans: tuple[bool, bool, bool, bool, bool],
-) -> bool:
-    """Fills the last of the operands where the kernel for Hopper can, and is faster; whether it has."""
-    a, b, out = operands
-    from gossamer.blocksparse import matmul_walk as walks
-    from gossamer.blocksparse._gluon import matmul as hopper
-
-    # As they are stored.
-    a, b = (x.mT if of[0] is None and flip else x for x, of, flip in zip((a, b), parts, trans[3:]))
-    of_a, of_b, of_out = parts
-    if not hopper.fits(block, sizes[1:], a, b, out):
-        return False
-    walk = walks.choose_walk(block, of_a, of_b, of_out, sizes, out.element_size(), tuning.programs(out.device))
-    if walk is None:
-        return False
-    tiles = None
-    if walk.strips:
-        tiles = strips(_lists(of_out, trans[2])[0], of_out[1].shape[0], walks.ACROSS // block[2], walk.band)
-    hopper.launch_matmul(walk, (a, b, out), (of_a, of_b, of_out), sizes, block, trans, tiles)
-    return True
-
-
-def _by_inner(
-    a: Tensor, b: Tensor, of_a: tuple[Any, ...], of_b: tuple[Any, ...], trans_a: bool, trans_b: bool
-) -> tuple[Tensor, Tensor, bool, bool, tuple[bool, bool]]:
-    """Operands whose elements along the inner dimension are neighbours, as Hopper's TF32 products ask for: what is not
-    so is copied, for the compiler would otherwise turn each tile around, four bytes at a time."""
-    if trans_a:
-        a = turn(a if of_a[0] is not None else a.mT)
-    if not trans_b:
-        b = turn(b) if of_b[0] is not None else turn(b).mT
-    return a, b, trans_a and of_a[0] is not None, trans_b or of_b[0] is None, (False, True)
-
-
-def _lists(parts: tuple[Any, ...], by_columns: bool) -> tuple[Any, Any, Any]:
-    """(offsets, order, index) of a layout's rows, or of its columns."""
-    row_offsets, col_indices, row_indices, col_offsets, transpose_order, _ = parts
-    return (col_offsets, transpose_order, row_indices) if by_columns else (row_offsets, None, col_indices)
+    parts = (call.a, call.a_layout, call.a_form), (call.b, call.b_layout, call.b_form)
+    x, y = (x if layout is None else to_dense(BlocksparseToDense(x, layout, form, 0.0)) for x, layout, form in parts)
+    out = torch.bmm(x.mT if call.trans_a else x, y.mT if call.trans_b else y)
+    return out if call.out_layout is None else from_dense(BlocksparseFromDense(out, call.out_layout, call.out_form))
 
 
 def _stored(x: Tensor) -> tuple[Tensor, bool]:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.blocksparse._triton.tensor import lost, plain
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseRearrange
 
 WHOLE, SCATTERED = 4096, 2048
 """Elements of a tile, at most: with one source, as many as a transposition has of blocks of 64, which came to 0.97 of a
@@ -90,41 +92,26 @@ def _rearrange_kernel(
     tl.store(out_ptr + to, x.to(dtype))
 
 
-def rearrange(
-    values: Tensor,
-    nnz: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    positions: Tensor,
-    out_nnz: Tensor,
-    out_rows: Tensor,
-    out_cols: Tensor,
-    out_positions: Tensor,
-    z_map: Tensor | None,
-    i_map: Tensor | None,
-    j_map: Tensor | None,
-    z_inverse: Tensor | None,
-    i_inverse: Tensor | None,
-    j_inverse: Tensor | None,
-    sizes: list[int],
-    block: list[int],
-    tile: list[int],
-) -> Tensor:
+def rearrange(call: BlocksparseRearrange) -> Tensor:
     """Operator `blocksparse_rearrange`."""
-    capacity, h, w = values.shape
-    height, width = block
-    out = torch.empty(out_rows.shape[0], height, width, dtype=values.dtype, device=values.device)
-    if 0 in (*sizes, positions.shape[0], out_positions.shape[0]):
+    values, source, result = call.values, Lists(call.layout, call.form), Lists(call.out_layout, call.out_form)
+    (z, _, _, h, w, m, n, capacity, *_), (z_out, _, _, height, width, m_out, n_out, room, *_) = source.form, result.form
+    out = torch.empty(room, height, width, dtype=values.dtype, device=values.device)
+    if 0 in (z * m * n, z_out * m_out * n_out):
         return out.zero_()
-    copies = max(1 if x is None else x.shape[1] for x in (z_map, i_map, j_map))
+    maps, tile = (call.z_map, call.i_map, call.j_map), call.tile
+    copies = max(1 if x is None else x.shape[1] for x in maps)
     whole = min(tile) > 1
     # Tiles of whole blocks may be cut into as many as keep enough programs busy.
     tw = tile[1] if whole else width
     th = min(tile[0] if whole else height, (WHOLE if whole else SCATTERED) // tw)
-    turns, share = _turns(values, positions, out, out_positions, sizes) if z_map is not None and whole else (1, 64)
+    # Copies of each matrix, and blocks of each in whole turns of 64, as far as shapes tell.
+    turns, share = z_out // z, room // z_out // 64 * 64
+    if maps[0] is None or not whole or z_out % z or not share:
+        turns, share = 1, 64
     args = (
-        plain(values), plain(out), nnz, positions, out_nnz, out_rows, out_cols, z_map, i_map, j_map, *sizes, copies,
-        capacity, turns, share,
+        plain(values), plain(out), source.nnz, source.positions, result.nnz, result.row_indices, result.col_indices,
+        *maps, m, n, m_out, n_out, copies, capacity, turns, share,
     )  # fmt: skip
     meta = {
         "SOURCE": (h, w), "RESULT": (height, width), "TH": th, "TW": tw, "WHOLE": whole, "SUM": copies > 1,
@@ -132,18 +119,6 @@ def rearrange(
     grid = (out.shape[0], height // th * (width // tw), 1)
     _rearrange_kernel(grid, args, meta, num_warps=max(1, th * tw // (1024 if whole else 512)))
     return out
-
-
-def _turns(values: Tensor, positions: Tensor, out: Tensor, out_positions: Tensor, sizes: list[int]) -> tuple[int, int]:
-    """(copies of each matrix, blocks of each in whole turns of 64), as far as shapes tell; (1, 1) of none."""
-    m, n, m_out, n_out = sizes
-
-    def matrices(places: Tensor, blocks: Tensor, size: tuple[int, int]) -> int:
-        return places.shape[0] // (launch.cdiv(size[0], blocks.shape[1]) * launch.cdiv(size[1], blocks.shape[2]))
-
-    before, after = matrices(positions, values, (m, n)), matrices(out_positions, out, (m_out, n_out))
-    share = out.shape[0] // max(after, 1) // 64 * 64
-    return (after // before, share) if before and after % before == 0 and share else (1, 64)
 
 
 EXAMPLES = {

@@ -17,22 +17,24 @@ narrowed on the way, to half of the bytes.
 
 Along a leading dimension a line is the elements at one place in matrices that follow each other: a program owns a tile
 of one cell of the grid and walks the matrices; nothing repeats within a step. There 16-bit sums and products are kept
-in a float32 buffer, begun by `_scatter_start_kernel` and rounded by `_scatter_finish_kernel`.
+in a float32 buffer.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, ranges, tuning
+from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.gather import located
-from gossamer.blocksparse._triton.layout import layout_transpose
 from gossamer.blocksparse._triton.tensor import lost, plain
 from gossamer.blocksparse._triton.transpose import turn_blocks
-from gossamer.blocksparse.scatter_path import choose_path
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.lists import lost as lost_value
+from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
 
 
 @dataclass(frozen=True)
@@ -332,139 +334,55 @@ def _scatter_lead_kernel(
             tl.debug_barrier()
 
 
-@launch.kernel(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity"])
-def _scatter_start_kernel(
-    out_ptr, given_ptr, nnz_ptr, index_nnz_ptr, capacity, index_capacity, ELEMENTS: tl.constexpr,
-):  # fmt: skip
-    """Program (ELEMENTS). What is given, or zeros if None; NaN where a layout overflowed."""
-    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    dtype = out_ptr.dtype.element_ty
-    if (tl.load(nnz_ptr) > capacity) | (tl.load(index_nnz_ptr) > index_capacity):
-        tl.store(out_ptr + at, lost(tl.zeros([ELEMENTS], dtype)))
-    elif given_ptr is None:
-        tl.store(out_ptr + at, tl.zeros([ELEMENTS], dtype))
-    else:
-        tl.store(out_ptr + at, tl.load(given_ptr + at).to(dtype))
+def _begun(call: BlocksparseScatterReduce) -> tuple[torch.dtype, Tensor | None, Tensor | None, bool]:
+    """(the dtype to add up in, given and src as kernels read them, whether a first walk resets what was there)."""
+    given, src = call.given, call.src
+    half = call.dtype in (torch.float16, torch.bfloat16) and call.reduce in ("sum", "prod")
+    wide = torch.float32 if half else torch.uint8 if call.dtype is torch.bool else call.dtype
+    # Zeros are neutral to a sum already.
+    reset = not call.include_self and call.reduce != "last" and not (call.reduce == "sum" and given is None)
+    given, src = (None if t is None else plain(t) for t in (given, src))
+    return wide, given, src, reset
 
 
-@launch.kernel
-def _scatter_finish_kernel(wide_ptr, out_ptr, ELEMENTS: tl.constexpr):
-    """Program (ELEMENTS)."""
-    at = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
-    tl.store(out_ptr + at, tl.load(wide_ptr + at).to(out_ptr.dtype.element_ty))
+def _both(call: BlocksparseScatterReduce) -> tuple[Lists, Lists]:
+    """The lists of the result and of the indices."""
+    return Lists(call.layout, call.form), Lists(call.index_layout, call.index_form)
 
 
-def scatter_reduce(
-    given: Tensor | None,
-    src: Tensor | None,
-    nnz: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    positions: Tensor,
-    index: Tensor,
-    index_nnz: Tensor,
-    index_rows: Tensor,
-    index_cols: Tensor,
-    index_row_offsets: Tensor,
-    index_col_offsets: Tensor,
-    index_order: Tensor,
-    index_positions: Tensor,
-    row_offsets: Tensor,
-    col_offsets: Tensor,
-    order: Tensor,
-    sizes: list[int],
-    reduce: str,
-    include_self: bool,
-    dtype: torch.dtype,
-) -> Tensor:
-    """Operator `blocksparse_scatter_reduce`."""
-    shape = torch.Size((col_indices.shape[0], *index.shape[1:]))
-    if shape.numel() == 0:
-        return torch.empty(shape, dtype=dtype, device=index.device)
-    kind, elements = None if src is None else src.dtype, shape.numel() * (1 if given is None else 2)
-    path = choose_path(sizes[0], (sizes[6], sizes[7]), reduce, kind, dtype, index.device, index.numel(), elements)
-    with ranges.span(f"gossamer::blocksparse.scatter_reduce/{path}"):
-        if path == "transposed":
-            result = nnz, row_indices, col_indices, positions, row_offsets, col_offsets, order
-            names = (
-                index_nnz, index_rows, index_cols, index_positions, index_row_offsets, index_col_offsets, index_order,
-            )  # fmt: skip
-            return _transposed(given, src, index, result, names, sizes, (reduce, include_self, dtype))
-        out = torch.empty(shape, dtype=dtype, device=index.device)
-        half = dtype in (torch.float16, torch.bfloat16) and reduce in ("sum", "prod")
-        wide = torch.float32 if half else torch.uint8 if dtype is torch.bool else dtype
-        # Zeros are neutral to a sum already.
-        reset = not include_self and reduce != "last" and not (reduce == "sum" and given is None)
-        given, src = (None if t is None else plain(t) for t in (given, src))
-        if path == "matrices":
-            layout = (nnz, positions, index_nnz, index_positions)
-            return _lead(out, wide, given, src, index, layout, sizes, reduce, reset)
-        if path == "shared":
-            from gossamer.blocksparse._gluon.scatter_reduce import scatter_rows
-
-            assert src is not None
-            rows = row_offsets, col_indices, index_row_offsets, index_cols
-            scatter_rows(out, given, src, index, rows, sizes, reduce, reset)
-            return out
-        if sizes[0] == 1:
-            lists = (col_offsets, order, row_indices), (index_col_offsets, index_order, index_rows)
-        else:
-            lists = (row_offsets, None, col_indices), (index_row_offsets, None, index_cols)
-        _lines(out, wide, given, src, index, lists, sizes, reduce, reset)
-        return out
+def _empty(call: BlocksparseScatterReduce) -> Tensor:
+    return torch.empty(call.form[7], *call.index.shape[1:], dtype=call.dtype, device=call.index.device)
 
 
-def _transposed(
-    given: Tensor | None,
-    src: Tensor | None,
-    index: Tensor,
-    result: tuple[Tensor, ...],
-    names: tuple[Tensor, ...],
-    sizes: list[int],
-    options: tuple[str, bool, torch.dtype],
-) -> Tensor:
-    """Columns as rows of transposed matrices; `result` and `names` are the layouts of the result and of index."""
-    _, *lead, m_index, n_index, m, n = sizes
-    block = index.shape[1], index.shape[2]
-    turned = _turned(result, _grid(m, n, *block))
-    same = result[3] is names[3] and result[2].shape == names[2].shape and (m, n) == (m_index, n_index)
-    turned_names = turned if same else _turned(names, _grid(m_index, n_index, *block))
-    nnz, rows, cols, positions, *offsets, order = turned
-    index_nnz, index_rows, index_cols, index_positions, *index_offsets, index_order = turned_names
-    at = turn_blocks(index, index_nnz, names[6], torch.int32)
-    given = None if given is None else turn_blocks(given, nnz, result[6], given.dtype)
-    src = None if src is None else turn_blocks(src, index_nnz, names[6], src.dtype)
-    put = scatter_reduce(
-        given, src, nnz, rows, cols, positions, at, index_nnz, index_rows, index_cols, index_offsets[0],
-        index_offsets[1], index_order, index_positions, offsets[0], offsets[1], order,
-        [2, *lead, n_index, m_index, n, m], *options,
-    )  # fmt: skip
-    del at, given, src  # their memory serves the result
+def scatter_transposed(call: BlocksparseScatterReduce) -> Tensor:
+    """Columns as rows of transposed matrices."""
+    (lists, names), (given, src) = _both(call), (call.given, call.src)
+    index = turn_blocks(call.index, names, torch.int32)
+    given = None if given is None else turn_blocks(given, lists, given.dtype)
+    src = None if src is None else turn_blocks(src, names, src.dtype)
+    turned: dict[str, Any] = {"form": lists.form.mT, "index_form": names.form.mT, "axis": (2, *call.axis[1:])}
+    put = scatter_shared(call._replace(given=given, src=src, index=index, **turned))
+    del index, given, src  # their memory serves the result
     # Behind the last block there are zeros already, or NaN where the indices lost blocks.
-    return turn_blocks(put, nnz, order, put.dtype, rest=True)
+    return turn_blocks(put, lists.mT, put.dtype, rest=True)
 
 
-def _turned(layout: tuple[Tensor, ...], grid: tuple[int, int]) -> tuple[Tensor, ...]:
-    """The transposed layout's parts, in the same order."""
-    nnz, rows, cols, positions, row_offsets, col_offsets, order = layout
-    columns, lines, back, places = layout_transpose(nnz, cols, rows, order, positions, *grid)
-    return nnz, lines, columns, places, col_offsets, row_offsets, back
+def scatter_shared(call: BlocksparseScatterReduce) -> Tensor:
+    """Rows whose results stand in shared memory, on Hopper."""
+    from gossamer.blocksparse._gluon.scatter_reduce import scatter_rows
+
+    (_, given, src, reset), (lists, names), out = _begun(call), _both(call), _empty(call)
+    assert src is not None
+    rows = lists.row_offsets, lists.col_indices, names.row_offsets, names.col_indices
+    scatter_rows(out, given, src, call.index, rows, (*names.form[5:7], *lists.form[5:7]), call.reduce, reset)
+    return out
 
 
-def _lines(
-    out: Tensor,
-    wide: torch.dtype,
-    given: Tensor | None,
-    src: Tensor | None,
-    index: Tensor,
-    lists: tuple[tuple[Tensor, Tensor | None, Tensor], ...],
-    sizes: list[int],
-    reduce: str,
-    reset: bool,
-) -> None:
-    """Walks rows or columns; `lists` are, of the result and of index, the offsets of the blocks of each, these blocks,
-    and their other place."""
-    axis, _, _, _, m_index, n_index, m, n = sizes
+def scatter_lines(call: BlocksparseScatterReduce) -> Tensor:
+    """Walks rows or columns."""
+    (wide, given, src, reset), axis, index, out = _begun(call), call.axis[0], call.index, _empty(call)
+    halves, (m_index, n_index), (m, n) = _both(call), call.index_form[5:7], call.form[5:7]
+    lists = [each.by(axis == 1) for each in halves]
     index_capacity, *block = index.shape
     span, across = block[::-1] if axis == 2 else block
     bound, beside = (n, m) if axis == 2 else (m, n)
@@ -483,50 +401,33 @@ def _lines(
         out.shape[0], index_capacity,
     )  # fmt: skip
     meta = {
-        "BLOCK": tuple(block), "TILE": (lines, step, 1024 * tile.warps // lines), "AXIS": axis, "REDUCE": reduce,
+        "BLOCK": tuple(block), "TILE": (lines, step, 1024 * tile.warps // lines), "AXIS": axis, "REDUCE": call.reduce,
         "RESET": reset,
     }  # fmt: skip
     _scatter_reduce_kernel((programs, 1, 1), args, meta, num_warps=tile.warps)
-
-
-def _lead(
-    out: Tensor,
-    wide: torch.dtype,
-    given: Tensor | None,
-    src: Tensor | None,
-    index: Tensor,
-    layout: tuple[Tensor, ...],
-    sizes: list[int],
-    reduce: str,
-    reset: bool,
-) -> Tensor:
-    """Walks matrices."""
-    _, inner, d_index, d, m_index, n_index, m, n = sizes
-    nnz, positions, index_nnz, index_positions = layout
-    index_capacity, height, width = index.shape
-    result = plain(out)
-    kept = result if wide is result.dtype else torch.empty(out.shape, dtype=wide, device=out.device)
-    rows = min(height, ELEMENTS // width)
-    begun, warps = {"ELEMENTS": rows * width}, max(1, rows * width // 256)
-    pieces = (out.numel() // (rows * width), 1, 1)
-    _scatter_start_kernel(pieces, (kept, given, nnz, index_nnz, out.shape[0], index_capacity), begun, num_warps=warps)
-    grid = (*_grid(m_index, n_index, height, width), *_grid(m, n, height, width))
-    programs = index_positions.shape[0] // max(d_index, 1)
-    modes = (*(["reset"] if reset else []), "count" if src is None else reduce)
-    for mode in modes if programs else ():
-        meta = {"HEIGHT": height, "WIDTH": width, "TILE": rows, "MODE": mode, "REDUCE": reduce}
-        args = (
-            kept, None if mode == "reset" else src, index, nnz, positions, index_nnz, index_positions, d, inner,
-            d_index, *grid, m_index, n_index, out.shape[0], index_capacity,
-        )  # fmt: skip
-        _scatter_lead_kernel((programs, height // rows, 1), args, meta, num_warps=warps)
-    if kept is not result:
-        _scatter_finish_kernel(pieces, (kept, out), begun, num_warps=warps)
     return out
 
 
-def _grid(m: int, n: int, height: int, width: int) -> tuple[int, int]:
-    return max(launch.cdiv(m, height), 1), max(launch.cdiv(n, width), 1)
+def scatter_matrices(call: BlocksparseScatterReduce) -> Tensor:
+    """Walks matrices."""
+    (wide, given, src, reset), (lists, names), along = _begun(call), _both(call), Axis(*call.axis)
+    (index_capacity, height, width), capacity = call.index.shape, lists.form.capacity
+    begun = torch.zeros((), dtype=wide, device=call.index.device) if given is None else given.to(wide)
+    overflowed = (lists.nnz > capacity) | (names.nnz > index_capacity)
+    kept = torch.where(overflowed, lost_value(call.dtype), begun).expand(capacity, height, width).contiguous()
+    rows = min(height, ELEMENTS // width)
+    grid = [max(count, 1) for form in (names.form, lists.form) for count in (form.rows, form.cols)]
+    programs = names.form.z * names.form.rows * names.form.cols // max(along.d_index, 1)
+    modes = (*(["reset"] if reset else []), "count" if src is None else call.reduce)
+    for mode in modes if programs else ():
+        meta = {"HEIGHT": height, "WIDTH": width, "TILE": rows, "MODE": mode, "REDUCE": call.reduce}
+        args = (
+            kept, None if mode == "reset" else src, call.index, lists.nnz, lists.positions, names.nnz, names.positions,
+            along.d, along.inner, along.d_index, *grid, *names.form[5:7], capacity, index_capacity,
+        )  # fmt: skip
+        warps = max(1, rows * width // 256)
+        _scatter_lead_kernel((programs, height // rows, 1), args, meta, num_warps=warps)
+    return kept.view(torch.bool) if call.dtype is torch.bool else kept.to(call.dtype)
 
 
 EXAMPLES = {
@@ -535,6 +436,4 @@ EXAMPLES = {
         "TILE": (1, 32, 1024), "AXIS": 2, "REDUCE": "sum", "RESET": False, "num_warps": 1,
     },
     _scatter_lead_kernel: {"out_ptr": "*fp32", "HEIGHT": 64, "WIDTH": 64, "TILE": 16, "MODE": "sum", "REDUCE": "sum"},
-    _scatter_start_kernel: {"out_ptr": "*fp32", "ELEMENTS": 1024},
-    _scatter_finish_kernel: {"ELEMENTS": 1024},
 }  # fmt: skip

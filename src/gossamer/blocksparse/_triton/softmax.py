@@ -18,6 +18,8 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.attention import listed, span
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
 
 LONGEST, STEP = 16384, 4096
 """Elements of a line that one program holds at once, and elements of a step where the average line has more."""
@@ -244,21 +246,13 @@ def _blocksparse_softmax_bwd_kernel(
     fill_rest(dx_ptr, tl.load(offsets_ptr + last), capacity, lost, HEIGHT, WIDTH)
 
 
-def softmax(
-    values: Tensor,
-    mask: Tensor | None,
-    row_offsets: Tensor,
-    row_indices: Tensor,
-    col_indices: Tensor,
-    elements: Tensor | None,
-    m: int,
-    n: int,
-    scale: float,
-) -> Tensor:
+def softmax(call: BlocksparseSoftmax) -> Tensor:
     """Operator `blocksparse_softmax`."""
-    capacity, height, width = values.shape
-    out = torch.empty_like(values)
-    rows, last = max(launch.cdiv(m, height), 1), row_offsets.shape[0] - 1
+    values, mask, scale, lists = call.values, call.mask, call.scale, Lists(call.layout, call.form)
+    z, rows, _, height, width, m, n, capacity, *_ = lists.form
+    out, last, elements = torch.empty_like(values), z * rows, lists.elements
+    if not last:
+        return out.zero_()
     kind, strides = "plain" if scale > 0 and n % width == 0 and elements is None else "none", (0, 0, 0)
     if mask is not None and mask.dim() == 4:
         kind, mask = "blocks", mask.contiguous().view(torch.uint8)
@@ -266,29 +260,28 @@ def softmax(
         kind = "dense"
         strides = tuple(0 if size == 1 else stride for size, stride in zip(mask.shape, mask.stride()))
         mask = mask.view(torch.uint8)
-    average, units = capacity * width // max(last, 1), tuning.programs(values.device)
+    average, units = capacity * width // last, tuning.programs(values.device)
     meta, warps = tile_of(height, width, n, average, last, units, values.element_size())
-    args = (values, mask, out, row_offsets, col_indices, elements, *strides, rows, last, capacity, m, n, scale)
+    args = (values, mask, out, lists.row_offsets, lists.col_indices, elements, *strides, rows, last, capacity, m, n)
+    # A mask takes registers.
+    warps = warps if mask is None else min(16, 2 * warps)
     grid = (max(last * height // meta["LINES"], 1), 1, 1)
-    if last:
-        # A mask takes registers.
-        _blocksparse_softmax_fwd_kernel(
-            grid, args, meta | {"MASK": kind}, num_warps=warps if mask is None else min(16, 2 * warps)
-        )
-    return out if last else out.zero_()
+    _blocksparse_softmax_fwd_kernel(grid, (*args, scale), meta | {"MASK": kind}, num_warps=warps)
+    return out
 
 
-def softmax_bwd(grad: Tensor, out: Tensor, row_offsets: Tensor, row_indices: Tensor, n: int, scale: float) -> Tensor:
+def softmax_bwd(call: BlocksparseSoftmaxBwd) -> Tensor:
     """Operator `blocksparse_softmax_bwd`."""
-    capacity, height, width = out.shape
-    dx, last = torch.empty_like(out), row_offsets.shape[0] - 1
+    out, lists = call.out, Lists(call.layout, call.form)
+    z, rows, _, height, width, _, n, capacity, *_ = lists.form
+    dx, last = torch.empty_like(out), z * rows
     if not last:
         return dx.zero_()
     meta, _ = tile_of(height, width, n, capacity * width // last, last, tuning.programs(out.device), out.element_size())
     # Two operands a line, whose next ones would find no registers: half as many lines.
     meta["BLOCK_M"] = max(1, min(height, 4096 // meta["BLOCK_N"]))
     del meta["LINES"]
-    args = (grad, out, dx, row_offsets, last, capacity, scale)
+    args = (call.grad, out, dx, lists.row_offsets, last, capacity, call.scale)
     grid, warps = (last * height // meta["BLOCK_M"], 1, 1), meta["BLOCK_M"] * meta["BLOCK_N"] // 1024
     _blocksparse_softmax_bwd_kernel(grid, args, meta, num_warps=max(4, min(16, warps)))
     return dx

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.blocksparse._triton.tensor import lost, plain
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseTranspose
 
 
 @launch.kernel(do_not_specialize=["nnz_ptr", "capacity"])
@@ -55,19 +57,20 @@ def _blocksparse_turn_kernel(x_ptr, out_ptr, M, N, TILE: tl.constexpr):
 TILE = 64
 
 
-def transpose(values: Tensor, nnz: Tensor, order: Tensor, back: Tensor) -> Tensor:
-    """Operator `blocksparse_transpose`; `back` is for the gradient alone."""
-    return turn_blocks(values, nnz, order, values.dtype)
+def transpose(call: BlocksparseTranspose) -> Tensor:
+    """Operator `blocksparse_transpose`."""
+    return turn_blocks(call.values, Lists(call.layout, call.form), call.values.dtype)
 
 
-def turn_blocks(values: Tensor, nnz: Tensor, order: Tensor, dtype: torch.dtype, rest: bool = False) -> Tensor:
-    """Transposed blocks in another order, and `rest`: what stands behind the last one instead of zeros. `dtype` is that
-    of values, or int32 for int64, of which numbers beyond int32 become its ends."""
+def turn_blocks(values: Tensor, lists: Lists, dtype: torch.dtype, rest: bool = False) -> Tensor:
+    """Transposed blocks in the order of the transposed layout. With `rest` the values behind the last block stay, which
+    are zeros otherwise. `dtype` is that of values, or int32 for int64, of which numbers beyond int32 become its ends.
+    """
     capacity, height, width = values.shape
     out = torch.empty(capacity, width, height, dtype=dtype, device=values.device)
     meta = {"HEIGHT": height, "WIDTH": width, "REST": rest}
     warps = max(1, min(8, height * width // 1024))
-    args = (plain(values), plain(out), nnz, order, capacity)
+    args = (plain(values), plain(out), lists.nnz, lists.transpose_order, capacity)
     _blocksparse_transpose_kernel((capacity, 1, 1), args, meta, num_warps=warps)
     return out
 

@@ -83,6 +83,7 @@ class _Symbol:
 
 
 _FUNCTIONS: dict[Any, str] = {F.silu: "silu", F.relu: "relu", torch.relu: "relu", torch.sigmoid: "sigmoid"}
+_NAMED = frozenset(_FUNCTIONS.values())
 _FORMULA = re.compile(
     r"(?P<down>\w+)\((?P<dropout>\w+\()?(?P<activation>\w+)\((?P<gate>\w+)\(x\)(?P<half>\[[01]\])?"
     r"(\*(?P<gate_scale>\w+))?\)(\*(?P<up>\w+)\(x\)(?P<other>\[[01]\])?)?(?(dropout)\))\)(\*(?P<down_scale>\w+))?"
@@ -111,7 +112,7 @@ def layout_of(kind: type[nn.Module]) -> Layout | None:
     if found is None:
         return None
     of = {name: part or "" for name, part in found.groupdict().items()}
-    options = {"gate_scale": of["gate_scale"], "down_scale": of["down_scale"], "plain": not of["up"]}
+    options: dict[str, Any] = {"gate_scale": of["gate_scale"], "down_scale": of["down_scale"], "plain": not of["up"]}
     known: tuple[str, str, str] = of["down"], of["activation"], of["dropout"].rstrip("(")
     if of["half"] or of["other"]:
         both = of["gate"] == of["up"] and of["half"] and of["other"] and of["half"] != of["other"]
@@ -200,7 +201,7 @@ def drops_out(module: nn.Module, layout: Layout) -> bool:
 
 def activation_of(module: nn.Module, layout: Layout) -> str | None:
     """linear_glu's name of a block's activation, or None where it has none."""
-    if layout.activation in _FUNCTIONS.values():
+    if layout.activation in _NAMED:
         return layout.activation
     activation: Any = module._modules.get(layout.activation)
     kind = type(activation)

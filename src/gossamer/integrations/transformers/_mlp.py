@@ -34,7 +34,7 @@ from gossamer.integrations.transformers._layouts import (
 )
 from gossamer.nn.plain import why_called
 
-_PATCH, _UNPATCH = "integrations.transformers.patch", "integrations.transformers.unpatch"
+_PATCH = "integrations.transformers.patch"
 
 
 @dataclass(frozen=True)
@@ -144,27 +144,13 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     return report
 
 
-def unpatch(model: nn.Module) -> None:
-    """Undoes `patch`; where nothing is patched it changes nothing, and warns.
-
-    Args:
-        model: the model that was patched, or a module that contains it.
-
-    Raises:
-        TypeError: model is no module.
-        ValueError: the forward or the class of a patched block has been replaced since, which has to be undone first.
-            Nothing is changed then.
-
-    >>> unpatch(model)  # doctest: +SKIP
-    """
-    check_model(_UNPATCH, model)
+def undo(operator: str, model: nn.Module) -> bool:
+    """Undoes `patch`; whether there was anything to undo."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
-    if not found:
-        nothing_changed(_UNPATCH, model, "not patched")
     later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
     if later:
         raise ValueError(
-            f"{_UNPATCH}: patched blocks must be as patch left them, but since then "
+            f"{operator}: patched blocks must be as patch left them, but since then "
             f"{'; '.join(f'{name} got {what}' for name, what in later.items())}. Remove that first (a hook of "
             "accelerate with accelerate.hooks.remove_hook_from_module); where it cannot be, as fully_shard, load the "
             "state dict into a new model."
@@ -173,6 +159,7 @@ def unpatch(model: nn.Module) -> None:
         for name in ("forward", "sparse_block"):
             module.__dict__.pop(name, None)
         module.__class__ = module._gossamer[0]
+    return bool(found)
 
 
 class _Patched(nn.Module):
@@ -189,7 +176,7 @@ class _Patched(nn.Module):
 
 
 @functools.cache
-def _patched(kind: type[nn.Module], recompute: bool) -> type[nn.Module]:
+def _patched(kind: Any, recompute: bool) -> type[nn.Module]:
     """A class of blocks with another forward, and the same name."""
     layout = layout_of(kind)
     assert layout is not None
@@ -330,8 +317,9 @@ def _block(self: Any, x: Tensor, layout: Layout) -> Block:
     return Block(*operands, name)
 
 
-def _weights(self: Any, layout: Layout) -> tuple[tuple[Any, ...], str]:
-    """(weights and biases as a `SparseBlock` takes them, the activation's name)"""
+def _weights(self: Any, layout: Layout, whole: bool = False) -> tuple[tuple[Any, ...], str]:
+    """(weights and biases as a `SparseBlock` takes them, the activation's name); `whole`: where one layer has gate and
+    up, its weight stays one, if the gate comes first."""
     gate, down = getattr(self, layout.gate), getattr(self, layout.down)
     gate_weight, gate_bias, up_weight, up_bias = gate.weight, gate.bias, None, None
     if layout.up is not None:
@@ -339,20 +327,19 @@ def _weights(self: Any, layout: Layout) -> tuple[tuple[Any, ...], str]:
         up_weight, up_bias = up.weight, up.bias
     elif not layout.plain:
         order = slice(None) if layout.gate_first else slice(None, None, -1)
-        gate_weight, up_weight = gate.weight.chunk(2)[order]
-        gate_bias, up_bias = (None, None) if gate.bias is None else gate.bias.chunk(2)[order]
+        if not (whole and layout.gate_first):
+            gate_weight, up_weight = gate_weight.chunk(2)[order]
+        gate_bias, up_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)[order]
     return (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias), activation_of(self, layout) or ""
 
 
 def _compute(self: Any, x: Tensor, layout: Layout, recompute: bool) -> Tensor:
-    (gate_weight, gate_bias, up_weight, up_bias, *_), name = _weights(self, layout)
-    if layout.up is None and layout.gate_first:
-        # One product of the layer's own weight.
-        gate_weight, up_weight = getattr(self, layout.gate).weight, None
+    (gate_weight, gate_bias, up_weight, up_bias, *_), name = _weights(self, layout, whole=True)
     scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
     if scale is not None:
         # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.
-        x, gate_bias, up_bias = (None if t is None else t * scale for t in (x, gate_bias, up_bias))
+        x = x * scale
+        gate_bias, up_bias = (None if t is None else t * scale for t in (gate_bias, up_bias))
     options: dict[str, Any] = {"activation": name, "gate_bias": gate_bias, "up_bias": up_bias, "recompute": recompute}
     down = getattr(self, layout.down)
     if not layout.dropout and scale is None and why_called(**{layout.down: down}) is None:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gossamer import blocksparse
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
-from gossamer.blocksparse.held import held
+from gossamer.blocksparse.fill_outside import fill_outside
+from gossamer.blocksparse.lists import lost
 from tests.blocksparse.blocks import native
 
 FUNCTIONS = {
@@ -33,7 +34,7 @@ FUNCTIONS = {
     "matmul": lambda x: blocksparse.matmul(x, x, x.layout, transpose_b=True) if x.shape[0] == x.shape[1] else x,
     "cat": lambda x: blocksparse.cat([x, x], 1),
     "repeat": lambda x: blocksparse.repeat(x, (2, 1)),
-    "adapt_layout": lambda x: blocksparse.adapt_layout(x, x.layout.adapt(32)),
+    "adapt": lambda x: blocksparse.adapt(x, blocksparse.adapt(x.layout, 32)),
     "sum": lambda x: x.sum(-2),
     "max": lambda x: x.amax(),
     "product with dense": lambda x: blocksparse.matmul(x, torch.ones(x.shape[1], 3, device=x.device)),
@@ -122,19 +123,25 @@ def test_compile(compiled, device: torch.device) -> None:
     assert not grads[0][~inside].any()
 
 
-def test_where_all_is_held_nothing_is_masked(device: torch.device) -> None:
+def test_values_outside_are_filled(device: torch.device) -> None:
+    """Nothing is written where the host knows that every value stands for an element."""
     mask = torch.tensor([[1, 0, 1], [0, 1, 0]], device=device)
     counted, roomy = Layout.from_mask(mask, 16), Layout.from_mask(mask, 16, capacity=6)
     for layout in (counted, counted.transpose(), Layout.full((2, 3), 16, device=device)):
-        assert layout.filled and held(layout) == []
-    for layout in (roomy, roomy.transpose(), Layout.from_mask(0 * mask, 16)):
-        assert not layout.filled and len(held(layout)) == 1 and held(layout) is held(layout)
-        assert held(layout, behind=False) == []
+        values = torch.ones(layout.capacity, 16, 16, device=device)
+        assert layout.filled and fill_outside(values, layout, 2) is values
     cut = Layout.from_mask(mask, 16, size=(30, 40))
-    for layout in (cut, Layout.from_mask(mask, 16, size=(30, 40), capacity=6)):
-        inside = from_dense(torch.ones(30, 40, device=device, dtype=torch.bool), layout).values
-        masks = held(layout)
-        assert torch.equal((masks[0] & masks[1]).expand_as(inside), inside)
+    for layout in (roomy, roomy.transpose(), cut, Layout.from_mask(mask, 16, size=(30, 40), capacity=6)):
+        inside = from_dense(torch.ones(layout.size, device=device, dtype=torch.bool), layout).values
+        for dtype in (torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.bool):
+            least = lost(dtype)
+            values = torch.ones(layout.capacity, 16, 16, device=device, dtype=dtype)
+            got = fill_outside(values, layout, least)
+            assert torch.equal(got.nan_to_num() if dtype.is_floating_point else got, torch.where(
+                inside, values, 0 if dtype.is_floating_point else least))  # fmt: skip
+    values = torch.ones(6, 16, 16, device=device)
+    assert fill_outside(values, roomy, 0, behind=False) is values
+    assert fill_outside(values[:3], cut, 0, behind=False).sum() == inside.sum()
 
 
 def test_no_gradient_no_mask(device: torch.device) -> None:

@@ -1,0 +1,161 @@
+"""Where the lists of a layout stand in its one buffer.
+
+The buffer, int32, has a half for the matrices' rows, the same for those of the transposed matrices, and the elements of
+cut blocks: `[half of rows | half of columns | elements]`. A half is `[row_offsets | col_indices | row_indices |
+transpose_order | positions]`, each list on 16 bytes, for kernels. The transposed layout is the same buffer with both
+halves exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gossamer._core import checks
+
+
+class Form(NamedTuple):
+    """What the host knows of a layout, and operators take beside its buffer.
+
+    Args:
+        z: matrices; rows, cols: of blocks; height, width: of a block; m, n: of a matrix, in elements.
+        capacity: blocks that there is room for; cut: of these, blocks that there are words for.
+        turned: whether the buffer begins with the half of the columns.
+    """
+
+    z: int
+    rows: int
+    cols: int
+    height: int
+    width: int
+    m: int
+    n: int
+    capacity: int
+    cut: int = 0
+    turned: bool | int = False
+
+    @property
+    def mT(self) -> Form:
+        """The form of the transposed layout."""
+        z, rows, cols, height, width, m, n, capacity, cut, turned = self
+        return Form(z, cols, rows, width, height, n, m, capacity, cut, not turned)
+
+
+NONE: tuple[int, ...] = ()
+"""The form of a dense matrix."""
+
+
+def aligned(count: int) -> int:
+    """int32 that a list of `count` takes in a buffer."""
+    return count + -count % 4
+
+
+class Lists:
+    """The lists of a layout, views of its buffer, made when they are asked for. `Layout` explains them."""
+
+    __slots__ = ("_own", "buffer", "form")
+
+    def __init__(self, buffer: Tensor, form: tuple[int, ...]) -> None:
+        self.buffer, self.form = buffer, Form(*form)
+        self._own = self._half(self.form.cols) if self.form.turned else 0
+
+    def _half(self, lines: int) -> int:
+        form = self.form
+        cells = aligned(form.z * form.rows * form.cols)
+        return aligned(form.z * lines + 1) + 3 * aligned(form.capacity) + cells
+
+    def _entries(self, place: int) -> Tensor:
+        form = self.form
+        start = self._own + aligned(form.z * form.rows + 1) + place * aligned(form.capacity)
+        return self.buffer[start : start + form.capacity]
+
+    @property
+    def mT(self) -> Lists:
+        """The lists of the transposed layout."""
+        return Lists(self.buffer, self.form.mT)
+
+    @property
+    def half(self) -> Tensor:
+        """The buffer from the half of the rows on."""
+        return self.buffer[self._own :]
+
+    @property
+    def row_offsets(self) -> Tensor:
+        return self.buffer[self._own : self._own + self.form.z * self.form.rows + 1]
+
+    @property
+    def col_offsets(self) -> Tensor:
+        """The `row_offsets` of the transposed layout."""
+        at = 0 if self.form.turned else self._half(self.form.rows)
+        return self.buffer[at : at + self.form.z * self.form.cols + 1]
+
+    @property
+    def nnz(self) -> Tensor:
+        """int32 `[1]`."""
+        at = self._own + self.form.z * self.form.rows
+        return self.buffer[at : at + 1]
+
+    @property
+    def col_indices(self) -> Tensor:
+        return self._entries(0)
+
+    @property
+    def row_indices(self) -> Tensor:
+        return self._entries(1)
+
+    @property
+    def transpose_order(self) -> Tensor:
+        return self._entries(2)
+
+    @property
+    def positions(self) -> Tensor:
+        form = self.form
+        start = self._own + aligned(form.z * form.rows + 1) + 3 * aligned(form.capacity)
+        return self.buffer[start : start + form.z * form.rows * form.cols]
+
+    @property
+    def elements(self) -> Tensor | None:
+        """What `elements.py` says of cut blocks; None where every element takes part."""
+        if not self.form.cut:
+            return None
+        start = self._half(self.form.rows) + self._half(self.form.cols)
+        return self.buffer[start + (aligned(self.form.capacity) if self.form.turned else 0) :]
+
+    def by(self, columns: bool) -> tuple[Tensor, Tensor | None, Tensor]:
+        """(offsets, order, index) of rows, or of columns: a line's entries are blocks, in their own order if None, and
+        the index says of each block which column, or row, it stands in."""
+        if columns:
+            return self.col_offsets, self.transpose_order, self.row_indices
+        return self.row_offsets, None, self.col_indices
+
+    @property
+    def density(self) -> float:
+        """Share of the blocks that there is room for."""
+        form = self.form
+        return min(1.0, form.capacity / max(form.z * form.rows * form.cols, 1))
+
+    def overflowed(self) -> bool:
+        """Whether there are more blocks than room; of lists on the CPU."""
+        return int(self.nnz) > self.form.capacity
+
+
+def length(form: tuple[int, ...]) -> int:
+    """int32 of a buffer without elements."""
+    lists = Lists.__new__(Lists)
+    lists.form = Form(*form)
+    return lists._half(lists.form.rows) + lists._half(lists.form.cols)
+
+
+def half_of(form: Form, nnz: Tensor, columns: Tensor, lines: Tensor, positions: Tensor) -> Tensor:
+    """A half of rows from its parts, whose order nobody reads: blocks that stand elsewhere than their numbers say."""
+    room = aligned(form.capacity)
+    entries = [torch.nn.functional.pad(x, (0, room - form.capacity)) for x in (columns, lines)]
+    parts = nnz.expand(aligned(form.z * form.rows + 1)), *entries, entries[0], positions.reshape(-1)
+    return torch.cat([part.to(torch.int32) for part in parts])
+
+
+def lost(dtype: torch.dtype) -> float | int:
+    """The value of every element where a layout overflowed: NaN, or the lowest of integers."""
+    return float("nan") if dtype in checks.FLOATS else False if dtype is torch.bool else torch.iinfo(dtype).min
