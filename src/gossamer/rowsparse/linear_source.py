@@ -59,8 +59,9 @@ class LinearSource:
         return any(t is not None and t.requires_grad for t in self.tensors[:3])
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "LinearSource":
-        tensors: Any = [None if t is None else function(t) for t in self.tensors]
-        return LinearSource(*tensors, self.squared)
+        mapped: Any = [None if t is None else function(t) for t in self.tensors]
+        x, weight, bias, threshold = mapped
+        return LinearSource(x, weight, bias, threshold, self.squared)
 
     def of_rows(self, key: Any) -> "LinearSource":
         """The same of some rows of x."""
