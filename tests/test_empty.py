@@ -162,7 +162,7 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
         blocksparse.matmul(x, y, square, transpose_b=True),
         left.mT,
         blocksparse.softmax(left),
-        blocksparse.softmax(left, mask=left.values > 0),
+        blocksparse.softmax(left, mask=left > 0),
         blocksparse.repeat(left, (2, 1, 2)),
         blocksparse.adapt(left, blocksparse.adapt(layout, 64)),
         repeat_interleave(left, 2, -1),

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse import Layout, Relative, attention
+from gossamer.blocksparse import BlockSparseTensor, Layout, Relative, attention
 from gossamer.testing import assert_close
 
 
@@ -95,8 +95,9 @@ def check(
         # On a GPU `Relative` refuses float64, which the reference is in.
         return [SimpleNamespace(**vars(term) | {"table": table}, clip=term.clip) for term, table in zip(terms, tables)]
 
+    stored = bias if bias is None or dense_bias is None else BlockSparseTensor(bias, layout)
     out, lse = attention(
-        *leaves[:3], layout, mask=mask, bias=bias, relative=with_tables(leaves[3:]), causal=causal,
+        *leaves[:3], layout, mask=mask, bias=stored, relative=with_tables(leaves[3:]), causal=causal,
         lengths=lengths, scale=scale, return_lse=True,
     )  # fmt: skip
     met = present.any(-1)

@@ -164,8 +164,18 @@ def test_masks_and_biases_of_blocks(device: torch.device) -> None:
     blocks = {"mask": from_dense(mask, layout), "bias": from_dense(bias, layout)}
     torch.testing.assert_close(attention(q, k, v, layout, **blocks), wanted)
     torch.testing.assert_close(attention(q, k, v, layout, mask=blocks["mask"], bias=bias), wanted)
-    alone = attention(q, k, v, layout, mask=blocks["mask"])
-    assert torch.equal(alone, attention(q, k, v, layout, mask=blocks["mask"].values)) and not torch.equal(alone, wanted)
+    assert not torch.equal(attention(q, k, v, layout, mask=blocks["mask"]), wanted)
+
+
+@pytest.mark.parametrize("name", ["mask", "bias"])
+def test_a_dense_operand_is_never_taken_for_blocks(name: str, device: torch.device) -> None:
+    """A tensor is dense, also where it has as many heads as the layout has room for blocks of its size."""
+    q, k, v = torch.randn(3, 1, 4, 16, 8, device=device, generator=seeded(0, device))
+    layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16, capacity=4)
+    given = torch.randn(4, 16, 16, device=device, generator=seeded(1, device))
+    given = given > 0 if name == "mask" else given
+    wanted = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=given[None])
+    torch.testing.assert_close(attention(q, k, v, layout, **{name: given}), wanted)
 
 
 def test_padding_behind_a_length_is_not_read(device: torch.device) -> None:
