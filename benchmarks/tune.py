@@ -22,7 +22,7 @@ from torch import Tensor
 
 from benchmarks.engine.command import command_line
 from benchmarks.engine.timing import burst, capture
-from gossamer.cli.environment import provenance
+from benchmarks.provenance import provenance
 
 Calls = dict[str, Callable[[], Any]]
 Change = tuple[Any, str, Any]

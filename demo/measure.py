@@ -103,14 +103,13 @@ def sparse_feed_forward(model: ByteModel, tokens: Tensor, *, seconds: float) -> 
         theirs = model.generate(begun, GENERATED_BYTES, gates=[])[:, begun.shape[1] :]
         calls = (lambda: model.generate(begun, TIMED_BYTES, gates=[]), lambda: model.generate(begun, TIMED_BYTES))
         plain, sparse = interleaved(calls, tokens.device, seconds)
-        found = sparsity.statistics(model, list(tokens[:, :-1].split(32)))
+        found = sparsity.report(model, list(tokens[:, :-1].split(32)), measure=False).layers
         layers = [
             {
                 "neurons": layer.num_neurons,
                 "mean": layer.mean,
                 "p99": layer.quantile(0.99),
                 "max": layer.max,
-                "union": layer.mean_union,
                 "dead": layer.dead,
                 "way": mlp.last_path,
             }

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from benchmarks.inputs import random_selection
 from demo.measure import interleaved
 from demo.train import Clock, Show
 from gossamer import attention
 from gossamer.nn import GatedSparseAttention
-from gossamer.testing import random_selection
 
 VOCABULARY, LENGTH, KEYS, HIDDEN = 16, 64, 8, 64
 TRIED = (1, 2, 4, 8, 16, 32)

@@ -123,7 +123,6 @@ def _sparse_section(sparse: dict[str, Any]) -> str:
             f"{layer['mean']:.1f}",
             f"{layer['p99']}",
             f"{layer['max']}",
-            f"{layer['union']:.1f}",
             f"{layer['dead']}",
             layer["way"],
         )
@@ -139,7 +138,7 @@ def _sparse_section(sparse: dict[str, Any]) -> str:
         f"({_ratio(sparse['speed_up'])}).</p>"
         + table(
             f"Of the {sparse['layers'][0]['neurons']:,} neurons of each block, on unseen text",
-            ("", "active, mean", "99%", "most", "of 32 neighbours in all", "never active", "way"),
+            ("", "active, mean", "99%", "most", "never active", "way"),
             rows,
         )
     )

@@ -23,6 +23,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Column, Table
 
 import gossamer
+from benchmarks.provenance import commit
 from demo import features, measure, report
 from demo.blocks import block_sparse
 from demo.model import ByteModel, ModelConfig
@@ -31,8 +32,8 @@ from demo.text import Corpus, load_corpus
 from demo.train import Clock, Show, train_model, train_sae
 from gossamer import nn
 from gossamer._core import files
+from gossamer._core.files import make_folder
 from gossamer.cli import environment
-from gossamer.cli.folder import make_folder
 from gossamer.extract import Extraction, extract
 from gossamer.integrations.transformers import Activations
 
@@ -90,7 +91,7 @@ def prepare(settings: Settings) -> tuple[torch.device, Corpus]:
     """
     device = environment.resolve_device(settings.device, "demo")
     corpus = load_corpus(settings.text, seed=settings.seed, min_bytes=8 * (settings.model.context + 1))
-    make_folder(settings.out, "demo")
+    make_folder("demo", "--out", settings.out)
     for folder in (settings.out / SAE, settings.out / LATENTS):
         if os.path.lexists(folder) and not (folder / _MARK).is_file():
             raise ValueError(
@@ -129,7 +130,7 @@ def _results(settings: Settings, device: torch.device, corpus: Corpus, console: 
     return {
         "command": shlex.join(["python", "-m", "demo", *sys.argv[1:]]),
         "created": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": environment.commit(Path(gossamer.__file__).parent),
+        "commit": commit(Path(gossamer.__file__).parent),
         "versions": environment.versions(),
         "seed": settings.seed,
         "settings": asdict(settings),
@@ -174,7 +175,7 @@ def _experiment(
             show(1.0, f"{sparse['generated_alike']} of {sparse['generated']} bytes generated alike")
         with stages("sparse autoencoder") as show:
             sae, scale, sae_history = _autoencoder(settings, model, train, generator, show)
-            nn.save(sae, out / SAE)
+            nn.save_sae(sae, out / SAE)
         with stages("reconstruction") as show:
             x = model.residual(tokens[:, :-1]).flatten(0, 1)[:QUALITY_ROWS]
             quality = measure.quality(sae, x)

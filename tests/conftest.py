@@ -18,6 +18,7 @@ import pytest
 import torch
 
 import gossamer
+from benchmarks.provenance import commit
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.cli import environment
@@ -32,7 +33,7 @@ hypothesis.settings.register_profile(
     "gossamer",
     deadline=None,
     derandomize=True,
-    max_examples={"interpreter": 12, "cpu": 60, "gpu": 60}[MODE],
+    max_examples={"interpreter": 6, "cpu": 60, "gpu": 60}[MODE],
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("gossamer")
@@ -51,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     content = {
         "command": shlex.join(["pytest", *arguments]),
         "mode": MODE,
-        "commit": environment.commit(Path(__file__).parents[1]),
+        "commit": commit(Path(__file__).parents[1]),
         "versions": environment.versions(),
         "device": environment.describe(where),
         "counts": {kind: len(stats[kind]) for kind in ("passed", "failed", "error", "skipped") if kind in stats},

@@ -220,7 +220,7 @@ def feed_forward(case: Case) -> Scenario:
         case.maybe(name, size, step=0.25)
     if case.clean["gb"] is not None and case.pick(True, False):
         case.clean["gb"] = case.clean["gb"] - case.pick(1, 2)
-    gated, method = case.pick(True, False), case.pick("auto", "gather", "union", "dense")
+    gated, method = case.pick(True, False), case.pick("auto", "gather", "dense")
     act = case.pick("relu", "relu2")
 
     def call(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gb: Any, ub: Any, db: Any) -> Results:

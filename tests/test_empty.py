@@ -110,10 +110,10 @@ def _ffn(draw: Draw, m: int, n: int, d: int) -> Results:
     x, gate, up, down = (t.detach() for t in (draw(m, d), draw(n, d), draw(n, d), draw(7, n)))
     if (m, n, d) == NO_ENTRY:
         x = torch.zeros_like(x)
-    for method in ("auto", "gather", "union", "dense"):
+    for method in ("auto", "gather", "dense"):
         yield ffn.gated(x, gate, up, down, method=method)
         yield ffn.plain(x, up, down, method=method)
-    yield from sparse_ffn(SparseFfn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, False, 1))
+    yield from sparse_ffn(SparseFfn(x, gate, None, None, up, None, down.t().contiguous().t(), None, True, True))
     weights = [t.requires_grad_() for t in (gate, up, down)]
     for out, activity in (
         ffn.gated(x, *weights, method="gather", with_activity=True),

@@ -20,6 +20,7 @@ RANK = {
     "attention": 3,
     "blocksparse": 3,
     "sparsity": 4,
+    "_warm_up": 4,
     "nn": 5,
     "extract": 6,
     "train": 6,

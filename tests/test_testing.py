@@ -160,15 +160,3 @@ def test_neighbours_share_entries(counts: int | list[int]) -> None:
             for j in range(i):
                 both = int((group[i] & group[j]).sum())
                 assert min(alike[i], alike[j]) <= both < min(alike[i], alike[j]) + 4
-
-
-def test_inputs_for_a_pattern() -> None:
-    generator = torch.Generator().manual_seed(0)
-    pattern, weight = (
-        testing.random_rows((20, 300), l0=12, generator=generator),
-        torch.randn(300, 128, generator=generator),
-    )
-    for dtype in (torch.float32, torch.bfloat16):
-        x, bias = testing.inputs_for(pattern, weight.to(dtype))
-        assert x.dtype is bias.dtype is dtype
-        assert torch.equal(x.float() @ weight.to(dtype).float().t() + bias.float() > 0, pattern != 0)

@@ -18,7 +18,8 @@ from torch import Tensor
 from benchmarks.attention.bench_select_topk import drifting
 from benchmarks.attention.bench_sparse_attention import pinned
 from benchmarks.engine import Case, Provider
-from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
+from benchmarks.peers.plain_gated_sparse_attention import PlainGatedSparseAttention
+from gossamer.nn import GatedSparseAttention
 
 ROWS = 64
 
@@ -49,7 +50,7 @@ def _layers(
     """The layer, the same in its warm-up with dense attention, plain PyTorch of the same weights, and x."""
     torch.manual_seed(0)
     layer = GatedSparseAttention(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
-    plain = GatedSparseAttentionReference(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
+    plain = PlainGatedSparseAttention(width, heads, k_base=k, k_min=min(k, 256), k_max=2 * k)
     plain.load_state_dict(layer.state_dict())
     layer, plain = (each.to(device, dtype) for each in (layer, plain))
     dense = copy.copy(layer)
@@ -169,7 +170,7 @@ def _last(layer: GatedSparseAttention, x: Tensor) -> Tensor:
     return layer.select(q[:, :, -ROWS:], k, w[:, -ROWS:]).to_mask()
 
 
-def _best(plain: GatedSparseAttentionReference, x: Tensor) -> Tensor:
+def _best(plain: PlainGatedSparseAttention, x: Tensor) -> Tensor:
     """Mask of what the plain layer's last tokens select."""
     scores = plain.scores(*plain.index(x))[:, -ROWS:]
     best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : plain.k_base]

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.engine import Case, Provider, error_beside_mean
+from benchmarks.inputs import random_selection
 from gossamer.attention import Selection, indexer_loss, sparse_attention
 from gossamer.nn import GatedSparseAttention
-from gossamer.testing import random_selection
 
 ROWS, HEADS, WIDTH = 64, 4, 64
 """Queries that are checked; the indexer's heads, and their width."""

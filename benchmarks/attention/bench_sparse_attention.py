@@ -13,8 +13,8 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.engine import Case, Provider, error_beside_mean
+from benchmarks.inputs import random_selection
 from gossamer.attention import Selection, sparse_attention, sparse_decode
-from gossamer.testing import random_selection
 
 
 def cases(
@@ -56,7 +56,7 @@ def scattered(T: int, k: int, batch: int, device: torch.device, generator: torch
         rows = torch.arange(first, min(first + step, T), device=device)[:, None]
         seen = torch.arange(T, device=device) <= rows
         drawn = torch.rand(batch, len(rows), T, device=device, generator=generator)
-        words.append(Selection.from_mask(seen & (drawn * (rows + 1) < k), 0).words)
+        words.append(Selection.from_mask(seen & (drawn * (rows + 1) < k)).words)
     # What a block's queries take if no key is taken twice: nobody may promise less.
     return Selection(torch.cat(words, 2), T)
 

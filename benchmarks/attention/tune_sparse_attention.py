@@ -18,12 +18,12 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import tune
+from benchmarks.inputs import random_selection
 from gossamer.attention import Selection, indexer_loss, sparse_attention, sparse_decode
 from gossamer.attention._triton import sparse_attention as forward
 from gossamer.attention._triton import sparse_attention_bwd as backward
 from gossamer.attention._triton.sparse_attention import Tile
 from gossamer.attention.sparse_attention import Path as Way
-from gossamer.testing import random_selection
 
 CUDA = tune.DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if CUDA else torch.float32

@@ -134,9 +134,7 @@ def _adapt(n: int, block: int, to: int, sparsity: int, dtype: torch.dtype) -> Ca
         dtype=dtype,
         make=_make(n, block, sparsity, dtype, 1),
         providers=(
-            Provider(
-                "gossamer", blocksparse.adapt, ours=True, prepare=prepare, result=peers.to_dense, capturable=True
-            ),
+            Provider("gossamer", blocksparse.adapt, ours=True, prepare=prepare, result=peers.to_dense, capturable=True),
             *peers.blksprs(
                 "blksprs",
                 prepare=lambda bs, x, mask: (bs.ops.to_sparse(x, mask, block), mask, block, to),

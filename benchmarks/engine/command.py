@@ -24,8 +24,9 @@ from benchmarks.engine.profiling import profile_cases
 from benchmarks.engine.random_cases import draw_cases
 from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.engine.timing import Ceilings, measure_ceilings
-from gossamer.cli.environment import describe, provenance, resolve_device
-from gossamer.cli.folder import make_folder
+from benchmarks.provenance import provenance
+from gossamer._core.files import make_folder
+from gossamer.cli.environment import describe, resolve_device
 
 BENCHMARKS = Path(__file__).parents[1]
 _ROOMS = ", ".join(sorted({file.parent.name for file in BENCHMARKS.glob("*/bench_*.py")}))
@@ -115,7 +116,7 @@ def bench(
 def _folder(path: Path) -> Path:
     """The folder, which is there then."""
     try:
-        make_folder(path, "benchmarks")
+        make_folder("benchmarks", "--out", path)
     except ValueError as error:
         _fail(str(error))
     return path

@@ -14,9 +14,10 @@ from torch.nn import functional as F
 from benchmarks.engine import Case, Provider, copies, error_beside_mean, relative_error
 from benchmarks.engine.case import BUDGETS
 from benchmarks.engine.timing import matmul_precision
+from benchmarks.inputs import inputs_for
 from gossamer import ffn, nn
 from gossamer.gemm import JumpReLU
-from gossamer.testing import inputs_for, random_rows
+from gossamer.testing import random_rows
 
 K, N, PLAIN = 2048, 5632, 8192
 GROUP = 64
@@ -49,7 +50,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield block_case("plain", 16384, nnz, 0.0, plain, half)
 
 
-def _counts(M: int, nnz: int | str) -> int | list[int]:
+def counts(M: int, nnz: int | str) -> int | list[int]:
+    """Entries of each row."""
     if isinstance(nnz, int):
         return nnz
     # Every row's place is as likely as any other's: 15 of 100, spread by a step that divides nothing.
@@ -133,7 +135,7 @@ def block_case(
                     x, bias = dense_inputs(rows, nnz, active.weight, generator)
                     parts.append(x)
                     continue
-                l0 = _counts(rows, nnz)
+                l0 = counts(rows, nnz)
                 options = {"dtype": dtype, "device": device, "generator": generator, "group": GROUP, "shared": shared}
                 # A search does not need what TF32 rounds, and most of a case's time would be its.
                 with matmul_precision("high"):
@@ -178,9 +180,7 @@ def block_case(
             up = activated(up, activation)
         return (F.linear(up, exact["down_proj.weight"], exact["down_proj.bias"]),)
 
-    ways: tuple[str, ...] = ("gather", "fused") if gated else ("gather",)
-    if M > 16:
-        ways += ("union",)
+    ways = ("gather", "fused") if gated else ("gather",)
     options = {"result": few, "capturable": True}
     ours = Provider("gossamer", pinned("auto"), ours=True, prepare=steady, **options)
     beside = Provider("dense", dense, **options)

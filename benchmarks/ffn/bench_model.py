@@ -72,7 +72,7 @@ def _model(sizes: Sizes, batch: int, gated: bool, activation: str, entries: int,
         return first(copy.deepcopy(model).double()(ids[:1], dense=True))
 
     tokens, hidden = batch * sizes.length, sizes.hidden
-    ours = ("gather", "union", "fused") if gated and activation == "relu" else ()
+    ours = ("gather", "fused") if gated and activation == "relu" else ()
     weights = sizes.layers * (4 * hidden**2 + sizes.intermediate * hidden) + sizes.vocabulary * hidden
     attention = sizes.layers * 2 * tokens * sizes.length * hidden
     return Case(

@@ -114,7 +114,7 @@ class Operands:
             dx, gate, up, down, _ = sparse_training.sparse_training_bwd(
                 SparseTrainingBwd(self.grad, None, *self.operands, *kept, False)
             )
-        return (out, dx, gate, down) if self.up is None else (out, dx, gate, up, down)
+        return (out, dx, gate, down.t()) if self.up is None else (out, dx, gate, up, down.t())
 
     def step(self, forward: Callable[[], Tensor]) -> tuple[Tensor, ...]:
         out = forward()

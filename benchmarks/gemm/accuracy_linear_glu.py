@@ -27,9 +27,10 @@ from torch.nn import functional as F
 
 from benchmarks.engine import report
 from benchmarks.engine.command import command_line, slug
+from benchmarks.provenance import provenance
 from gossamer import gemm
-from gossamer.cli.environment import describe, provenance, resolve_device
-from gossamer.cli.folder import make_folder
+from gossamer._core.files import make_folder
+from gossamer.cli.environment import describe, resolve_device
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES, TOYS = (1024, 2048, 4096, 8192, 16384), (64, 128, 256)
@@ -84,7 +85,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, torch.device]:
     options = parser.parse_args(arguments)
     try:
         device = resolve_device(options.device, parser.prog)
-        make_folder(options.out, parser.prog)
+        make_folder(parser.prog, "--out", options.out)
     except ValueError as error:
         parser.error(str(error))
     options.quick |= device.type == "cpu"

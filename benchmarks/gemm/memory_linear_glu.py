@@ -37,8 +37,9 @@ from benchmarks.engine import report
 from benchmarks.engine.command import command_line, slug
 from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.gemm.bench_linear_glu import linear_glu
-from gossamer.cli.environment import describe, provenance, resolve_device
-from gossamer.cli.folder import make_folder
+from benchmarks.provenance import provenance
+from gossamer._core.files import make_folder
+from gossamer.cli.environment import describe, resolve_device
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, ITEM = 512, torch.bfloat16.itemsize
@@ -157,7 +158,7 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, torch.device]:
     options = parser.parse_args(arguments)
     try:
         device = resolve_device(options.device, parser.prog)
-        make_folder(options.out, parser.prog)
+        make_folder(parser.prog, "--out", options.out)
     except ValueError as error:
         parser.error(str(error))
     options.quick |= device.type == "cpu"

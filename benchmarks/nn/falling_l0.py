@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from benchmarks.nn.bench_sae import BANDWIDTH, L0_COEFFICIENT, jumprelu_loss
+from benchmarks.provenance import provenance
 from gossamer import nn
-from gossamer.cli import environment
 
 CUDA = torch.cuda.is_available()
 DEVICE, DTYPE = (torch.device("cuda", 0), torch.bfloat16) if CUDA else (torch.device("cpu"), torch.float32)
@@ -114,7 +114,7 @@ def main() -> None:
         print()
     if options.out:
         command = " ".join(["python -m benchmarks.nn.falling_l0", *sys.argv[1:]])
-        made = environment.provenance(command, Path(__file__).parents[2], DEVICE)
+        made = provenance(command, Path(__file__).parents[2], DEVICE)
         options.out.write_text(json.dumps(made | {"runs": runs}, indent=1) + "\n")
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.provenance import provenance
 from gossamer import nn
-from gossamer.cli import environment
 
 KINDS = ("topk", "batchtopk", "jumprelu")
 
@@ -133,7 +133,7 @@ def main() -> None:
     made: dict[str, Any] = {"runs": []}
     if options.out.exists():
         made = json.loads(options.out.read_text())
-    made |= environment.provenance(" ".join(["python", *sys.argv]), Path(__file__).parents[2], device)
+    made |= provenance(" ".join(["python", *sys.argv]), Path(__file__).parents[2], device)
     made["settings"] = {name: asdict(setting) for name, setting in SETTINGS.items()}
     names = ("kind", "setting", "seed", "rate", "penalty")
     for rate in options.rates:

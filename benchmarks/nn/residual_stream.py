@@ -18,12 +18,12 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from benchmarks.provenance import provenance
 from demo import measure
 from demo.model import ByteModel, ModelConfig
 from demo.text import load_corpus
 from demo.train import Clock, activations, train_model, variance_explained
 from gossamer import nn
-from gossamer.cli import environment
 
 POOL_CONTEXTS, VALIDATION_CONTEXTS = 1024, 64
 
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     device = torch.device(options.device)
-    made = environment.provenance(" ".join(["python", *sys.argv]), Path(__file__).parents[2], device)
+    made = provenance(" ".join(["python", *sys.argv]), Path(__file__).parents[2], device)
     rows, unseen = stream(options.seconds_model, device)
     made |= {"rows": len(rows), "d_in": rows.shape[1], "d_sae": options.d_sae, "runs": []}
     for l0 in options.l0:

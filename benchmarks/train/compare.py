@@ -22,8 +22,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.provenance import provenance
 from gossamer import sparsity
-from gossamer.cli import environment
 from gossamer.cli.energy import energy_counter
 from gossamer.train import Corpus, Run, Transformer, preset
 
@@ -42,35 +42,34 @@ EVERY = 10
 
 
 def counted(run: Run, patterns: Path | None) -> list[dict[str, Any]]:
-    """By layer, on 16 sequences of unseen text: entries of tokens and of groups of 32, dead neurons."""
+    """By layer, on 16 sequences of unseen text: entries of tokens and of groups of 32, dead neurons. `patterns` gets
+    the bits of three layers."""
     model = Transformer(replace(run.config, compile=False)).to(run.device)
     model.load_state_dict(run.model.state_dict())
     for block in model.blocks():
         block.l1 = False
     sequences = [run.held_out.batch([i])[:, :-1] for i in range(min(16, len(run.held_out)))]
     batches = [torch.cat((s, s[:, :1]), 1).to(run.device) for s in sequences]
-    found = sparsity.statistics(model, batches).values()
+    found = sparsity.report(model, batches, measure=False).layers.values()
     if patterns is not None:
-        kept: dict[str, np.ndarray] = {}
+        kept: dict[str, list[np.ndarray]] = {}
 
         def keep(name: str) -> Any:
-            return lambda module, args, out: kept.__setitem__(name, np.packbits((out > 0).flatten(0, 1).cpu(), 1))
+            return lambda module, args, out: kept[name].append(np.packbits((out > 0).flatten(0, 1).cpu(), 1))
 
-        gated = run.config.gated
-        parts = [layer.mlp.gate_proj if gated else layer.mlp.up_proj for layer in model.model.layers]
-        hooks = [part.register_forward_hook(keep(f"layer{i:02}")) for i, part in enumerate(parts)]
+        gated, hooks = run.config.gated, []
+        for i in sorted({1, run.config.layers // 2, run.config.layers - 1}):
+            kept[f"layer{i:02}"] = []
+            block = model.blocks()[i]
+            part = block.gate_proj if gated else block.up_proj
+            hooks.append(part.register_forward_hook(keep(f"layer{i:02}")))
         with torch.no_grad():
-            model(torch.cat(batches[:4]))
+            for batch in batches:
+                model(batch)
         for hook in hooks:
             hook.remove()
-        np.savez_compressed(patterns, **kept)
-    return [
-        {
-            "mean": s.mean, "quantiles": {str(q): s.quantile(q) for q in QUANTILES}, "dead": s.dead,
-            "mean_union_of_32": s.mean_union,
-        }
-        for s in found
-    ]  # fmt: skip
+        np.savez_compressed(patterns, **{name: np.concatenate(parts) for name, parts in kept.items()})
+    return [{"mean": s.mean, "quantiles": {str(q): s.quantile(q) for q in QUANTILES}, "dead": s.dead} for s in found]
 
 
 def train_one(name: str, corpus: Corpus, folder: Path, given: argparse.Namespace) -> dict[str, Any]:
@@ -79,8 +78,6 @@ def train_one(name: str, corpus: Corpus, folder: Path, given: argparse.Namespace
     changes |= {"l1": given.l1} if given.l1 and "l1" in RUNS[name] else {}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = preset(given.preset, dtype="bfloat16" if device.type == "cuda" else "float32", **{**RUNS[name], **changes})
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
     joules = energy_counter(device)
     run = Run(
         config, corpus, folder / name, device=device, validate_every=max(config.steps // 10, 1),
@@ -98,6 +95,7 @@ def train_one(name: str, corpus: Corpus, folder: Path, given: argparse.Namespace
     found: dict[str, Any] = {
         "config": vars(config), "parameters": config.parameters, "seconds": seconds,
         "median_tokens_per_second": float(np.median([record["tokens/s"] for record in run.records[2:]])),
+        "settled": {key: _settled(run.records, key) for key in ("l0", "dead", "tokens/s", "peak_bytes")},
         "records": [r for r in run.records if r["step"] % EVERY == 0 or "validation" in r],
     }  # fmt: skip
     if joules and tokens:
@@ -105,6 +103,11 @@ def train_one(name: str, corpus: Corpus, folder: Path, given: argparse.Namespace
     if config.activation != "silu":
         found["layers"] = counted(run, folder / f"patterns-{name}.npz")
     return found
+
+
+def _settled(records: list[dict[str, float]], key: str) -> float:
+    """The median of the last tenth of the steps."""
+    return float(np.median([record.get(key, 0.0) for record in records[-(len(records) // 10 + 1) :]]))
 
 
 def main() -> None:
@@ -122,7 +125,7 @@ def main() -> None:
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     corpus, command = Corpus(given.corpus), shlex.join(["python", "-m", "benchmarks.train.compare", *sys.argv[1:]])
-    found = environment.provenance(command, Path(__file__).parents[2], device)
+    found = provenance(command, Path(__file__).parents[2], device)
     found |= {"tokens": corpus.tokens, "runs": {}}
     for name in given.runs.split(","):
         found["runs"][name] = train_one(name, corpus, given.out, given)
@@ -132,11 +135,10 @@ def main() -> None:
         torch.cuda.empty_cache()
     print(f"{'run':24} {'loss':>7} {'L0':>7} {'dead':>6} {'tokens/s':>10} {'peak GiB':>9} {'mJ/token':>9}")
     for name, run in found["runs"].items():
-        last = run["records"][-1]
+        last, settled = run["records"][-1], run["settled"]
         print(
-            f"{name:24} {last['validation']:7.4f} {last['l0']:7.1f} {last['dead']:6.1%} "
-            f"{run['median_tokens_per_second']:10,.0f} {last.get('peak_bytes', 0) / 2**30:9.1f} "
-            f"{run.get('mJ_per_token', 0):9.3f}"
+            f"{name:24} {last['validation']:7.4f} {settled['l0']:7.1f} {settled['dead']:6.1%} "
+            f"{settled['tokens/s']:10,.0f} {settled['peak_bytes'] / 2**30:9.1f} {run.get('mJ_per_token', 0):9.3f}"
         )
 
 

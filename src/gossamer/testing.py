@@ -1,4 +1,4 @@
-"""Testing sparse operators: an error budget against float64, random matrices with few entries a row, and selections.
+"""Testing sparse operators: an error budget against float64, random matrices with few entries a row.
 
 >>> generator = torch.Generator().manual_seed(0)
 >>> x, w = random_rows((8, 100), l0=5, generator=generator), torch.randn(100, 16, generator=generator)
@@ -7,23 +7,19 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer.attention import Selection
 from gossamer.rowsparse import CSR, ELL, LinearSource, Rows, TwELL
 
 __all__ = [
     "assert_close",
     "assert_exact",
     "dense64",
-    "inputs_for",
     "random_csr",
     "random_ell",
     "random_rows",
-    "random_selection",
 ]
 
 
@@ -40,11 +36,11 @@ def assert_close(
     """Asserts that a result is hardly less exact than plain PyTorch's in the same dtype.
 
     An element may be off the float64 reference by `factor` times the largest error that `plain` makes anywhere, plus
-    the distance between neighbouring numbers of the result's dtype at that element. What is NaN or infinite in the
-    reference, after rounding to the result's dtype, must be the same in the result.
+    the distance between neighbouring numbers of the result's dtype at that element. An element that is NaN or
+    infinite in the reference, after rounding to the result's dtype, must be the same in the result.
 
-    Of few elements plain PyTorch's may all be nearly exact by luck. `length` and `magnitude` allow for a sum what any
-    good order of addition may leave, where that is more: 4 log2(length) 2^-24 magnitude (2^-53 in float64).
+    Of few elements plain PyTorch's may all be nearly exact by luck. `length` and `magnitude` allow a sum the error of
+    any good order of addition, where that is more: 4 log2(length) 2^-24 magnitude (2^-53 in float64).
 
     Args:
         actual: the result to judge, floating, any shape.
@@ -53,7 +49,7 @@ def assert_close(
         factor: how many times the error of `plain` is allowed.
         length: how many products are added up for an element.
         magnitude: the root of the sum of their squares, `(x.square() @ w.square()).sqrt()`, broadcasting to the result.
-        name: what the message calls the result.
+        name: of the result in the message.
 
     Raises:
         AssertionError: shapes differ, or an element exceeds its budget. The message shows the worst element.
@@ -117,7 +113,7 @@ def assert_exact(actual: Tensor, reference64: Tensor, *, name: str = "") -> None
     Args:
         actual: the result to judge, any shape.
         reference64: the same in float64.
-        name: what the message calls the result.
+        name: of the result in the message.
 
     Raises:
         AssertionError: shapes or any element differ.
@@ -332,96 +328,6 @@ def random_csr(
     indices = torch.nn.functional.pad(ell.indices[held], (0, padding), value=-1)
     values = torch.nn.functional.pad(ell.values[held], (0, padding), value=math.nan)
     return CSR(row_offsets, indices, values, tuple(shape))
-
-
-def random_selection(
-    num_queries: int,
-    k: int,
-    *,
-    batch: int = 1,
-    scopes: int = 1,
-    jaccard: tuple[float, float] = (0.9, 0.8),
-    device: torch.device | str | None = None,
-    generator: torch.Generator | None = None,
-) -> Selection:
-    """A causal selection that drifts as real ones do: neighbouring queries share most of their keys.
-
-    A query takes the k visible keys with the largest scores. A key keeps its score for some time and then draws another
-    one; each query sees it with a little noise of its own.
-
-    Args:
-        num_queries: T, also the number of keys.
-        k: keys of each query; the first k queries take all that they see.
-        batch, scopes: B and S.
-        jaccard: how many of their keys two queries share, of all that either takes: at distance 1, and at distance 64.
-            The second is below the first, and both are approximate.
-        device, generator: as in `torch.randn`; the generator must be on `device`.
-
-    Returns:
-        `Selection` of T queries and T keys.
-
-    Raises:
-        ValueError: the shares do not fall within (0, 1), or rise with the distance.
-
-    >>> random_selection(100, 10).to_mask().sum(-1).max().item()
-    10
-    """
-    near, far = (2 * share / (1 + share) for share in jaccard)
-    if not 0 < far <= near < 1:
-        raise ValueError(f"testing.random_selection: jaccard must fall within (0, 1), got {jaccard}.")
-    # Scores have an exponential tail, so that what noise and drift exchange does not depend on how many keys there are.
-    noise, redrawn = (1 - near) * math.pi**0.5, 1 - far / near
-    rows, t = batch * scopes, num_queries
-    blocks, at = -(-t // 64), torch.arange(64, device=device)
-    options: dict[str, Any] = {"device": device, "generator": generator}
-    words = torch.zeros(rows, blocks, t, dtype=torch.int64, device=device)
-    score = torch.rand(rows, 1, t, **options).log().neg()
-    for block in range(blocks):
-        last = min(64 * block + 64, t)
-        queries = torch.arange(64 * block, last, device=device)[:, None]
-        seen = torch.arange(last, device=device) <= queries
-        new = torch.rand(rows, 1, t, **options).log().neg()
-        # A key's moment lies in this block with the probability of being drawn again.
-        moment = torch.rand(rows, 1, t, **options) * (64 / max(redrawn, 1e-9))
-        if last > k:
-            drawn = queries % 64 >= moment[..., :last]
-            seen_score = torch.where(drawn, new[..., :last], score[..., :last])
-            seen_score = seen_score + noise * torch.randn(seen_score.shape, **options)
-            best = seen_score.masked_fill(~seen, -math.inf).topk(k, -1, sorted=False).indices
-            seen = torch.zeros(seen_score.shape, dtype=torch.bool, device=device).scatter_(2, best, True) & seen
-        words[:, block, :last] = (seen.long() << at[: len(queries), None]).sum(-2)
-        score = torch.where(moment < 64, new, score)
-    return Selection(words.view(batch, scopes, blocks, t), t)
-
-
-def inputs_for(pattern: Tensor, weight: Tensor, *, steps: int = 20) -> tuple[Tensor, Tensor]:
-    """Inputs of a layer whose ReLU lets through a given pattern: `relu(x @ weight.T + bias)` has its entries there.
-
-    A step adds to x the weight rows of entries that are missing, and takes away those of entries too many. It works as
-    long as the pattern is one that x can make at all, roughly for up to K / 10 entries a row; count what came out.
-
-    Args:
-        pattern: `[M, N]`, not 0 where there is to be an entry.
-        weight: `[N, K]`, float, rows of about the same norm.
-        steps: of the search, two products each.
-
-    Returns:
-        `(x, bias)`: `[M, K]` and `[N]` in the dtype of weight.
-
-    >>> weight = torch.randn(40, 64, generator=torch.Generator().manual_seed(0))
-    >>> x, bias = inputs_for(torch.eye(40), weight)
-    >>> torch.equal(x @ weight.T + bias > 0, torch.eye(40) > 0)
-    True
-    """
-    wanted, wide = pattern != 0, weight.float()
-    norm = wide.square().sum(1).mean()
-    # The largest eigenvalue of the product of a random matrix and its transpose bounds a step.
-    rate = 1.0 / (norm * (1 + (weight.shape[0] / weight.shape[1]) ** 0.5) ** 2)
-    x = wanted.float() @ wide / norm
-    for _ in range(steps):
-        z = (x.to(weight.dtype) @ weight.t()).float() - 0.5
-        x += rate * torch.where(wanted, (0.25 - z).clamp(min=0), -(z + 0.25).clamp(min=0)) @ wide
-    return x.to(weight.dtype), torch.full_like(weight[:, 0], -0.5)
 
 
 def _columns(

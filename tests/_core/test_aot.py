@@ -50,15 +50,22 @@ def test_compiles(name: str, target: str) -> None:
         assert used["STACK"] <= STACK.get(name, 0), f"stack: {used}"
 
 
-@pytest.mark.parametrize("name", ["_triton._linear_source_kernel", "_triton._ffn_heavy_kernel"])
+TOGETHER = {
+    "_triton._linear_source_kernel": ({"BLOCK_M": 64, "BLOCK_N": 64}, {"PARTIAL": 0}, {"PARTIAL": overflow.SUMMED}),
+    "_triton._ffn_heavy_kernel": ({"BLOCK": 64}, {"DOT": "tf32"}, {"DOT": "ieee"}),
+}
+"""Kernel: sizes, and constants with which one sum is made, and several."""
+
+
+@pytest.mark.parametrize("name", TOGETHER)
 def test_partial_sums_stay_apart(name: str) -> None:
     """Where a compiler makes one running sum of them, float32 is several times less exact."""
     kernel, example = KERNELS[name]
     pointers = {k: kind and kind.replace("bf16", "fp32") for k, kind in example["signature"].items()}
-    sizes = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
+    sizes, *ways = TOGETHER[name]
     sums = []
-    for partial in (0, overflow.SUMMED):
-        constexprs = example["constexprs"] | sizes | {"PARTIAL": partial}
+    for way in ways:
+        constexprs = example["constexprs"] | sizes | {"BLOCK_K": 32} | way
         given = example | {"signature": pointers, "constexprs": constexprs, "num_warps": 8}
         compiled = aot.compile_kernel(kernel, given, "sm_90")
         used = aot.resources(compiled)
@@ -68,6 +75,7 @@ def test_partial_sums_stay_apart(name: str) -> None:
     assert sums[1] >= sums[0] + 2 * compiled.asm["ttir"].count("tt.dot")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("hopper, targets", [(True, ["sm_90"]), (False, list(aot.TARGETS))])
 @pytest.mark.parametrize("m", [16, 32, 64])
 def test_every_tile_of_linear_glu_fits(
@@ -86,6 +94,7 @@ def test_every_tile_of_linear_glu_fits(
             assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
@@ -131,6 +140,7 @@ def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: s
             assert used["LOCAL"] == 0 and used["STACK"] <= 8, f"spills: {used}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("bias", [None, "*bf16", "*fp32"])
 @pytest.mark.parametrize("factors", [None, "*fp32"])
 @pytest.mark.parametrize("transposed", [False, True])

@@ -18,7 +18,7 @@ RULES = [
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.rule)
 def test_adaptive_k_is_of_each_query_alone(rule: AdaptiveK, device: torch.device) -> None:
-    case = (2, 3, 40, 70, 16, True, [70, 55])
+    case = (2, 3, 18, 70, 16, True, [70, 40])
     q, k, w, bias = inputs(case, torch.float32, device)
     move = {
         name: None if t is None else t.to(device) for name, t in (("mean", rule.mean), ("predictor", rule.predictor))
@@ -41,7 +41,7 @@ def test_adaptive_k_is_of_each_query_alone(rule: AdaptiveK, device: torch.device
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.rule)
 def test_adaptive_k_of_units(rule: AdaptiveK, device: torch.device) -> None:
     """In units of four keys: the same rule on their scores, with a quarter of its bounds."""
-    case = (2, 3, 40, 70, 16, True, [70, 55])
+    case = (2, 3, 18, 70, 16, True, [70, 40])
     q, k, w, bias = inputs(case, torch.float32, device)
     mean, predictor = (None if t is None else t.to(device) for t in (rule.mean, rule.predictor))
     asked = AdaptiveK(rule.rule, 8, 20, 40, rule.temperature, mean, predictor)

@@ -22,7 +22,7 @@ def test_what_any_query_takes(
     words = Selection.from_mask(mask).words
     given = None if lengths is None else torch.tensor(lengths, device=device)
     ends = torch.tensor(lengths or [tk, tk], device=device)[:, None, None, None]
-    offset = tk - tq if lengths is None else (ends - tq).clamp(min=0)
+    offset = tk - tq if lengths is None else (ends - tq).clamp(min=min(tk - tq, 0))
     key, query = torch.arange(tk, device=device), torch.arange(tq, device=device)[:, None]
     seen = mask & (key < ends) & ((key <= query + offset) if causal else True)
     lists, counts = kernels.key_lists(words, given, tq, causal, parts)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gossamer.testing import random_selection
+from benchmarks.inputs import random_selection
 
 
 @pytest.mark.parametrize("near, far", [(0.9, 0.8), (0.85, 0.7), (0.95, 0.95)])
@@ -29,5 +29,5 @@ def test_scopes_differ(device: torch.device, generator: torch.Generator) -> None
 
 @pytest.mark.parametrize("jaccard", [(0.8, 0.9), (1.0, 0.5), (0.5, 0.0)])
 def test_errors(jaccard: tuple[float, float]) -> None:
-    with pytest.raises(ValueError, match=r"testing.random_selection: jaccard must fall within \(0, 1\), got"):
+    with pytest.raises(ValueError, match=r"random_selection: jaccard must fall within \(0, 1\), got"):
         random_selection(10, 2, jaccard=jaccard)

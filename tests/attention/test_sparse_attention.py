@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gossamer.attention import Selection, sparse_attention
+from gossamer.attention import Selection, sparse_attention, sparse_decode
 from gossamer.attention.sparse_attention import choose_path
 from gossamer.testing import assert_close
 from tests import strategies
@@ -39,7 +39,8 @@ def visible(mask: Tensor, tq: int, tk: int, causal: bool, lengths: Any) -> Tenso
     keys = torch.arange(tk, device=mask.device)
     if causal:
         offset = mask.new_full((len(mask),), tk - tq, dtype=torch.int64)
-        offset = offset if lengths is None else (lengths - tq).clamp(min=0)
+        # Of more queries than keys the first have none, with lengths too, which move no query in front of all keys.
+        offset = offset if lengths is None else (lengths - tq).clamp(min=min(tk - tq, 0))
         queries = torch.arange(tq, device=mask.device) + offset[:, None]
         mask = mask & (keys <= queries[:, None, :, None])
     if lengths is not None:
@@ -183,6 +184,26 @@ def test_options(options: dict[str, Any], path: str, device: torch.device, gener
     check(q, k, v, Selection.from_mask(mask), mask, generator, path=path, **options)
 
 
+@pytest.mark.parametrize("tq, tk", [(70, 50), (130, 33), (16, 9)])
+def test_more_queries_than_keys(tq: int, tk: int, device: torch.device, generator: torch.Generator) -> None:
+    """The first queries stand in front of all keys, take none and have no gradient, with lengths too. Lengths that
+    leave all keys change nothing."""
+    q, k, v = inputs(3, 2, 1, tq, tk, 16, torch.float32, device, generator)
+    mask = random_mask((3, 1, tq, tk), 0.7, generator)
+    selection, lengths = Selection.from_mask(mask), torch.tensor([tk, tk // 2, 0], device=device)
+    check(q, k, v, selection, mask, generator, lengths=lengths)
+    out, lse = sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True)
+    (dq,) = torch.autograd.grad(out.sum(), q)
+    for early in (out[:, :, : tq - tk], dq[:, :, : tq - tk], lse[:, :, : tq - tk].exp()):
+        assert not early.any()
+    whole = sparse_attention(q, k, v, selection)
+    assert torch.equal(whole[0], out[0])
+    if tq <= 16:
+        for options in ({}, {"lengths": lengths}):
+            expected = sparse_attention(q, k, v, selection, **options)
+            torch.testing.assert_close(sparse_decode(*(x.detach() for x in (q, k, v)), selection, **options), expected)
+
+
 @pytest.mark.native
 @settings(max_examples=20)
 @given(
@@ -217,15 +238,17 @@ def test_head_dims(d: int, dtype: torch.dtype, device: torch.device, generator: 
 
 
 @pytest.mark.parametrize(
-    "which, layout",
+    "which, layout, tq",
     [
-        ("qkv", "transposed"), ("qkv", "strided"), ("qkv", "tokens"), ("qk", "misaligned"), ("v", "tokens"),
-        ("k", "expanded"), ("words", "transposed"), ("words", "expanded"),
+        ("qkv", "transposed", 70), ("qkv", "strided", 70), ("qkv", "tokens", 70), ("qk", "misaligned", 70),
+        ("v", "tokens", 70), ("k", "expanded", 70), ("words", "transposed", 70), ("words", "expanded", 70),
+        ("qkv", "tokens", 5), ("qk", "transposed", 3), ("q", "strided", 5), ("words", "expanded", 5),
     ],
 )  # fmt: skip
-def test_any_layout(which: str, layout: str, device: torch.device, generator: torch.Generator) -> None:
-    leaves = dict(zip("qkv", inputs(2, 4, 2, 70, 70, 16, torch.float32, device, generator)))
-    mask = random_mask((2, 1, 70, 70), 0.3, generator)
+def test_any_layout(which: str, layout: str, tq: int, device: torch.device, generator: torch.Generator) -> None:
+    """Few queries go to the kernels of decoding."""
+    leaves = dict(zip("qkv", inputs(2, 4, 2, tq, 70, 16, torch.float32, device, generator)))
+    mask = random_mask((2, 1, tq, 70), 0.3, generator)
     selection = Selection.from_mask(mask)
 
     def arranged(x: Tensor) -> Tensor:

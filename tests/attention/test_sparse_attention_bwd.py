@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.inputs import random_selection
 from gossamer.attention import Selection, sparse_attention
-from gossamer.testing import random_selection
 from tests.attention.test_sparse_attention import PATHS, inputs, random_mask
 
 

@@ -13,8 +13,9 @@ import torch
 from typer.testing import CliRunner
 
 import gossamer
+from benchmarks.provenance import commit
 from gossamer.cli import doctor, main
-from gossamer.cli.environment import commit, describe, devices, versions
+from gossamer.cli.environment import describe, devices, versions
 from gossamer.cli.self_check import Check, checks
 
 ONE = torch.ones(3)
@@ -46,6 +47,14 @@ def test_this_installation_is_well() -> None:
         room, function = name.split(".")
         assert callable(getattr(getattr(gossamer, room), function))
         assert re.search(rf"{name}\s+│ PyTorch", output), name
+
+
+def test_the_cache_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kernel").mkdir()
+    (tmp_path / "kernel" / "one.cubin").write_bytes(bytes(3 << 20))
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(doctor, "checks", checks_of())
+    assert f"compiled kernels: 0.00293 GiB in {tmp_path}" in run()[1].replace("\n", "")
 
 
 def test_each_kernel_of_hopper_has_a_check_in_16_bits() -> None:

@@ -59,6 +59,17 @@ def test_from_text_to_a_report_of_two_runs(tmp_path: Path) -> None:
     assert "goes on at step 6" in gossamer("run", tmp_path / "c", "--out", dense, *SIZES)
 
 
+def test_the_report_follows_a_run(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    drawn = command._report
+    monkeypatch.setattr(
+        command, "_report",
+        lambda runs, out: seen.append(len((tmp_path / "log.jsonl").read_text().splitlines())) or drawn(runs, out),
+    )  # fmt: skip
+    gossamer("run", corpus, "--out", tmp_path, *SIZES, "--checkpoint-every", "2")
+    assert seen == [2, 4, 6, 6] and "Active and dead neurons by step" in (tmp_path / "report.html").read_text()
+
+
 def test_the_model_is_read_with_its_tokenizer(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     (tmp_path / "a.jsonl").write_text("\n".join(json.dumps(f"number {i} follows {i - 1}. " * 6) for i in range(200)))

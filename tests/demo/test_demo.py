@@ -25,7 +25,7 @@ from demo.train import Clock, sample, variance_explained
 from gossamer.cli import environment, main
 from gossamer.extract import Extraction, extract
 from gossamer.extract.text import Text
-from gossamer.nn import JumpReLUSAE, load
+from gossamer.nn import JumpReLUSAE, load_sae
 
 SMALL = ModelConfig(d_model=32, n_layers=2, n_heads=2, d_ff=64, context=32)
 HOSTILE = "<script src='https://example.org/x.js'></script> & \"quoted\"\t\x01 "
@@ -129,7 +129,7 @@ def test_the_sparse_feed_forward_keeps_the_model(results: dict) -> None:
     for layer, share in zip(sparse["layers"], model["active_fraction_per_block"], strict=True):
         assert layer["neurons"] == 64 and layer["mean"] == pytest.approx(64 * share, rel=1e-4)
         assert layer["mean"] <= layer["p99"] + 1 and layer["p99"] <= layer["max"] <= 64
-        assert layer["mean"] <= layer["union"] <= 64 and 0 <= layer["dead"] < 64
+        assert 0 <= layer["dead"] < 64
         assert layer["way"] in ("gather", "fused", "dense")
     assert "goes on with 256 of the 256 bytes that it goes on with layer by layer" in results["html"]
 
@@ -307,7 +307,7 @@ def test_the_stream_is_a_source_with_its_bytes(tmp_path: Path) -> None:
 
 
 def test_what_is_saved_is_what_was_measured(results: dict, out: Path) -> None:
-    sae, found = load(out / "sae").eval(), Extraction(out / "latents")
+    sae, found = load_sae(out / "sae").eval(), Extraction(out / "latents")
     x = torch.from_numpy(np.load(out / "sae" / "activations.npy"))
     assert x.shape == (features.WINDOWS_AT_ONCE * 32, 32)
     with torch.no_grad():
@@ -337,7 +337,7 @@ def test_the_commands_that_it_names_run(results: dict, out: Path) -> None:
         assert name.endswith("gossamer")
         outcome = CliRunner().invoke(main, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
         assert outcome.exit_code == 0, outcome.output
-    assert "What the latents of a sparse autoencoder did" in (out / "latents" / "index.html").read_text("utf-8")
+    assert "The latents of a sparse autoencoder on" in (out / "latents" / "index.html").read_text("utf-8")
     assert (out / "index.html").read_text(encoding="utf-8") == results["html"]
 
 

@@ -14,8 +14,8 @@ def case_shards_of_data_parallel(rank: int, world: int, device: torch.device) ->
     data, latents = mesh.get_group("data"), mesh.get_group("latents")
     x, compared = batches(2 * ROWS, device), []
     for kind in ("topk", "batchtopk", "jumprelu"):
-        model = nn.shard(make(kind, device), latents)
-        module = DistributedDataParallel(nn.data_parallel(model, data), process_group=data)
+        model = nn.shard_sae(make(kind, device), latents)
+        module = DistributedDataParallel(nn.data_parallel_sae(model, data), process_group=data)
         here = dist.get_rank(data)
         losses = train(module, lambda batch: module(batch).loss, x[:, here * ROWS : (here + 1) * ROWS])  # noqa: B023
         for loss in losses:

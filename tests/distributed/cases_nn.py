@@ -99,7 +99,7 @@ def case_sharded_training(rank: int, world: int, device: torch.device) -> None:
     for kind, options in [*((kind, {}) for kind in KINDS), *VARIANTS.items()]:
         one = make(kind, device, **options)
         begun = {name: tensor.clone() for name, tensor in one.state_dict().items()}
-        model = nn.shard(one)
+        model = nn.shard_sae(one)
         parts = dict(model.named_parameters())
         assert all(torch.equal(one.state_dict()[name], tensor) for name, tensor in begun.items())
         losses = train(model, lambda batch: model.loss(*given(model, batch)).loss, x)  # noqa: B023
@@ -129,15 +129,15 @@ def case_ranks_with_unequal_numbers_of_batches(rank: int, world: int, device: to
     for kind in KINDS:
         model = make(kind, device)
         if kind.endswith("steered"):
-            with pytest.raises(RuntimeError, match=r"nn.data_parallel: inside of Join .* starts from the rows of all"):
-                train_unevenly(nn.data_parallel(make(kind, device)), x[:1])
+            with pytest.raises(RuntimeError, match=r"inside of Join .* starts from the rows of all"):
+                train_unevenly(nn.data_parallel_sae(make(kind, device)), x[:1])
             model.initialize_(x[0])
         begun = {name: tensor.clone() for name, tensor in model.named_parameters()}
-        parallel = nn.data_parallel(model)
+        parallel = nn.data_parallel_sae(model)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             train_unevenly(parallel, x[: (5, 3, 0)[rank]])
-        ours = [str(each.message) for each in said if "nn.data_parallel" in str(each.message)]
+        ours = [str(each.message) for each in said if "nn.data_parallel_sae" in str(each.message)]
         assert len(ours) == (rank < 2) and all("statistics" in each for each in ours)
         # Outside of Join ranks agree on statistics again.
         parallel(*given(model, x[0])).loss.backward()
@@ -168,7 +168,7 @@ def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
         if kind.endswith("steered"):
             # What is loaded has begun, whatever it was before.
             one.initialize_(batches(12, device)[0].bfloat16())
-        model = nn.shard(one)
+        model = nn.shard_sae(one)
         gathered = model.gathered(rank=world - 1)
         if rank < world - 1:
             assert gathered is None
@@ -180,31 +180,27 @@ def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
         if kind == "transcoder":
             one, layout = nn.Transcoder(D_IN, D_IN, D_SAE, 4, skip=True, device=device), "sparsify"
         with tempfile.TemporaryDirectory() as folder:
-            with pytest.raises(TypeError, match=r"nn\.save: model holds .* Save model\.gathered\(\)"):
-                nn.save(model, folder)
-            nn.save(one, Path(folder) / "one", layout=layout)
-            assert_same(nn.load(Path(folder) / "one").state_dict(), one.state_dict(), kind)
+            with pytest.raises(TypeError, match=r"nn\.save_sae: model holds .* Save model\.gathered\(\)"):
+                nn.save_sae(model, folder)
+            nn.save_sae(one, Path(folder) / "one", layout=layout)
+            assert_same(nn.load_sae(Path(folder) / "one").state_dict(), one.state_dict(), kind)
 
 
 def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
-    with pytest.raises(TypeError, match=r"nn\.shard: model must be a TopKSAE, .* got Linear"):
-        nn.shard(torch.nn.Linear(2, 2))  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"nn\.shard_sae: model must be a TopKSAE, .* got Linear"):
+        nn.shard_sae(torch.nn.Linear(2, 2))  # type: ignore[type-var]
     model = make("topk", device)
-    with pytest.raises(TypeError, match=r"nn\.shard: model must be whole, got one that nn\.shard made"):
-        nn.shard(nn.shard(model))
+    with pytest.raises(TypeError, match=r"nn\.shard_sae: model must be whole, got one that nn\.shard_sae made"):
+        nn.shard_sae(nn.shard_sae(model))
     with pytest.raises(ValueError, match=f"a latent for each of {world} ranks, got d_sae = 1"):
-        nn.shard(nn.TopKSAE(4, 1, 1, device=device))
+        nn.shard_sae(nn.TopKSAE(4, 1, 1, device=device))
     model.register_buffer("more", torch.zeros(3))
-    with pytest.raises(NotImplementedError, match=r"nn\.shard: model has more"):
-        nn.shard(model)
-    other = make("topk", device)
-    other.coefficient = 0.1
-    with pytest.raises(NotImplementedError, match=r"nn\.shard: model has the setting coefficient"):
-        nn.shard(other)
-    with pytest.raises(NotImplementedError, match=r"nn\.data_parallel: model has the buffer more"):
-        nn.data_parallel(model)
-    with pytest.raises(TypeError, match=r"nn\.data_parallel: model must be an autoencoder"):
-        nn.data_parallel(torch.nn.Linear(2, 2))  # type: ignore[type-var]
+    with pytest.raises(NotImplementedError, match=r"nn\.shard_sae: model has more"):
+        nn.shard_sae(model)
+    with pytest.raises(NotImplementedError, match=r"nn\.data_parallel_sae: model has the buffer more"):
+        nn.data_parallel_sae(model)
+    with pytest.raises(TypeError, match=r"nn\.data_parallel_sae: model must be an autoencoder"):
+        nn.data_parallel_sae(torch.nn.Linear(2, 2))  # type: ignore[type-var]
 
 
 def one_process(kind: str, x: Tensor, world: int, device: torch.device) -> tuple[Any, list[Tensor]]:
@@ -243,7 +239,7 @@ def data_parallel(how: str, rank: int, world: int, device: torch.device) -> None
     for kind in KINDS:
         # Another seed on each rank: what counts is rank 0's.
         model = make(kind, device, seed=rank)
-        module: Any = nn.data_parallel(model)
+        module: Any = nn.data_parallel_sae(model)
         if how == "fsdp":
             fully_shard(module, mesh=init_device_mesh(device.type, (world,)))
         else:
@@ -271,7 +267,7 @@ def case_fully_sharded_data_parallel(rank: int, world: int, device: torch.device
 
 def case_evaluation_leaves_the_statistics(rank: int, world: int, device: torch.device) -> None:
     for kind in KINDS:
-        module = nn.data_parallel(make(kind, device)).eval()
+        module = nn.data_parallel_sae(make(kind, device)).eval()
         before = copy.deepcopy(module.model.state_dict())
         x = batches(ROWS, device)[rank]
         assert torch.equal(module(*given(module.model, x)).reconstruction, module.model(x))

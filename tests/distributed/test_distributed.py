@@ -105,7 +105,7 @@ def test_the_programs_of_the_docs(name: str, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, env=hidden, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     (folder,) = [path for path in tmp_path.iterdir() if path.is_dir()]
-    model = nn.load(folder)
+    model = nn.load_sae(folder)
     assert model.firing_counts.sum() == 20 * 256 * 16 * (2 if name == "train.py" else 1)
 
 
@@ -113,8 +113,8 @@ def test_without_a_group() -> None:
     for call in (
         lambda: sae.encode_sharded(torch.ones(2, 3), torch.ones(3, 4)),
         lambda: sae.decode_sharded(rowsparse.pack(torch.ones(2, 3)), torch.ones(3, 4)),
-        lambda: nn.shard(nn.TopKSAE(4, 8, 2)),
-        lambda: nn.data_parallel(nn.TopKSAE(4, 8, 2)),
+        lambda: nn.shard_sae(nn.TopKSAE(4, 8, 2)),
+        lambda: nn.data_parallel_sae(nn.TopKSAE(4, 8, 2)),
     ):
         with pytest.raises(ValueError, match=r"group must be a process group, .* Start with torchrun"):
             call()

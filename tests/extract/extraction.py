@@ -25,8 +25,8 @@ def activations(rows: int = 300) -> Tensor:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    """What follows from the rows, wherever they came from: all but what files of them looked like."""
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.name != "source-files.json"}
+    """The bytes of all files by their names."""
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 def stop_at(rows: int) -> Any:

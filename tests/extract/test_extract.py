@@ -116,12 +116,12 @@ def test_a_shard_is_written_while_the_next_is_made(
     """One, and no more than one: it waits in memory until it is on the disk."""
     original, ahead, done = disk.save_file, threading.Event(), [0]
 
-    def slow(tensors: Any, path: Path, *metadata: Any) -> None:
+    def slow(tensors: Any, path: Path) -> None:
         if path.name.startswith("shard-000000"):
             assert threading.current_thread() is not threading.main_thread() and ahead.wait(20)
             time.sleep(0.3)
             assert done[0] == 128
-        original(tensors, path, *metadata)
+        original(tensors, path)
 
     def progress(rows: int, _: int | None) -> None:
         done[0] = rows

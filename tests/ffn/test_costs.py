@@ -10,28 +10,13 @@ import pytest
 import torch
 
 from gossamer._core import tuning
-from gossamer.ffn import block, costs
+from gossamer.ffn import costs
 from gossamer.ffn.block import METHODS
-from gossamer.ffn.tracker import Known
 from gossamer.rowsparse import Density
 
-UNIONS = {
-    ("gated", 29, "0%"): (29, 857, 0.0),
-    ("gated", 1, "0%"): (1, 32, 0.0),
-    ("gated", 10, "0%"): (10, 310, 0.0),
-    ("gated", 100, "0%"): (100, 2446, 0.0),
-    ("gated", 300, "0%"): (300, 0, 1.0),
-    ("gated", 900, "0%"): (900, 0, 1.0),
-    ("gated", 29, "90%"): (29, 121, 0.0),
-    ("gated", 29, "70%"): (29, 300, 0.0),
-    ("gated", 100, "90%"): (100, 396, 0.0),
-    ("gated", "40, 440 in 15%", "0%"): (40, 1150, 0.15),
-    ("plain", 29, "0%"): (29, 870, 0.0),
-    ("plain", 100, "0%"): (100, 2640, 0.0),
-    ("plain", 300, "0%"): (300, 0, 1.0),
-    ("plain", 900, "0%"): (900, 0, 1.0),
-}
-"""What is known of the cases of `benchmarks ffn`: entries of a light row, columns of a group of 32, heavy rows."""
+KNOWN = {1: (1, 0.0), 10: (10, 0.0), 29: (29, 0.0), 100: (100, 0.0), 300: (300, 1.0), 900: (900, 1.0)}
+KNOWN |= {"40, 440 in 15%": (40, 0.15)}
+"""What is known of the cases of `benchmarks ffn`: entries of a light row, share of heavy rows."""
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 CASES = [
     case
@@ -76,12 +61,11 @@ def test_the_path_that_took_the_least(case: dict[str, Any], hopper: Any) -> None
     times = {p["name"].removeprefix("gossamer, "): p["graph"]["median"] for p in case["providers"] if p["graph"]}
     times = {name: time for name, time in times.items() if name in METHODS}
     m, k, n = given["M"], given["K"], given["N"]
-    light, union, share = UNIONS[case["name"], given["nnz"], given["shared"]]
+    light, share = KNOWN[given["nnz"]]
     over = int(m * share)
     rows = Density(m, light, light, over, light * (m - over))
-    unions = Density(m // 32, union, union, 0, union * (m // 32)) if m > costs.FEW else None
     cost = replace(costs.costs_of(n, k, k, gated, hopper), by_rows=True)
-    path = costs.choose_path(Known(rows, unions), m, cost)
+    path = costs.choose_path(rows, m, cost)
     assert times["dense" if path == "fused" and not gated else path] <= 1.05 * min(times.values()), path
 
 
@@ -92,7 +76,7 @@ def test_few_rows_by_what_was_measured(
     """The path that is chosen takes at most 8% longer than the fastest."""
     monkeypatch.setattr(tuning, "rates", lambda _: tuning._H100)
     hopper.element_size = lambda: size
-    known = Known(Density(1000, mean, mean, 0, round(1000 * mean)), None)
+    known = Density(1000, mean, mean, 0, round(1000 * mean))
     for by_rows, gathered in zip((True, False), took[:2], strict=True):
         times = {"gather": gathered, "dense": took[2], "fused": took[3]}
         path = costs.choose_path(known, m, replace(costs.costs_of(n, k, k, True, hopper), by_rows=by_rows))
@@ -114,25 +98,16 @@ def test_more_entries_never_make_gathering_faster(m: int, gated: bool, hopper: A
 
 def test_rows_that_cannot_be_gathered_at_speed(hopper: Any) -> None:
     """Multiples of 8 are fast in 16 bits."""
-    known = Known(Density(1000, 1, 1, 0, 1000), None)
+    known = Density(1000, 1, 1, 0, 1000)
     for sizes, gathers in (((999, 1000, 1000), False), ((1000, 1001, 1000), False), ((1000, 1000, 1000), True)):
         cost = costs.costs_of(*sizes, True, hopper)
         assert (costs.choose_path(known, 20_000, cost) == "gather") == gathers
 
 
-def test_groups_that_are_looked_at_are_no_beginnings() -> None:
-    """Not in sequences whose length divides the batch by 8, as lengths do."""
+def test_rows_that_are_counted_stand_at_many_places_of_their_sequences() -> None:
+    """Whatever power of two the length is."""
     for m in (1024, 16384, 65536):
         step, length = costs.sample_step(m), m // 8
-        groups = costs.sampled_groups(m, step)
-        beginnings = sum(number * step * costs.GROUP % length < costs.GROUP for number in range(groups))
-        assert (groups >= 8 and beginnings <= groups / 4) or step < 8
-
-
-@pytest.mark.parametrize("m", [8 * 512, 3 * 2048])
-def test_a_sample_of_sequences_that_begin_full(m: int, device: torch.device) -> None:
-    hidden = torch.zeros(m, 40, device=device)
-    hidden[:, 3] = 1.0
-    hidden[:: m // 8, :] = 1.0
-    nnz, unions = block.sampled(hidden)
-    assert nnz.float().mean() < 4 and unions.float().mean() < 20
+        counted = range(0, m, step)
+        assert 200 <= len(counted) <= 256 and len({row % length for row in counted}) > len(counted) // 2
+    assert [costs.sample_step(m) for m in (1, 200, 512)] == [1, 1, 3]

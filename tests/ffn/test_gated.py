@@ -10,7 +10,8 @@ import torch
 from gossamer import ffn, gemm
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import costs
-from tests.ffn.dense import METHODS, SMALL, SPARSE, call, check, dense, operands, value
+from gossamer.rowsparse import Density
+from tests.ffn.dense import METHODS, SMALL, call, check, dense, operands, value
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -51,12 +52,11 @@ def test_leading_dimensions(method: str, device: torch.device, generator: torch.
 
 
 @pytest.mark.parametrize("m", [5, 20])
-@pytest.mark.parametrize("method", SPARSE)
-def test_nan_and_inf(m: int, method: str, device: torch.device, generator: torch.Generator) -> None:
+def test_nan_and_inf(m: int, device: torch.device, generator: torch.Generator) -> None:
     a = operands((m, 24, 300, 40), torch.float32, device, generator)
-    whole = call(a, method=method)
+    whole = call(a, method="gather")
     a["x"][1, 3] = float("nan")
-    out = call(a, method=method)
+    out = call(a, method="gather")
     assert out[1].isnan().all()
     rest = torch.arange(m, device=device) != 1
     torch.testing.assert_close(out[rest], whole[rest])
@@ -64,7 +64,7 @@ def test_nan_and_inf(m: int, method: str, device: torch.device, generator: torch
     z = a["x"] @ a["gate"].t() + a["gate_bias"]
     column = int((z > 0).sum(0).argmax())
     a["down"][7, column] = float("inf")
-    out = call(a, method=method)
+    out = call(a, method="gather")
     hit = (z > 0)[:, column]
     assert not out[hit, 7].isfinite().any()
     assert out[:, torch.arange(40, device=device) != 7].isfinite().all()
@@ -73,8 +73,7 @@ def test_nan_and_inf(m: int, method: str, device: torch.device, generator: torch
 @pytest.mark.parametrize("m", [4, 33])
 def test_bitwise_the_same_twice(m: int, device: torch.device, generator: torch.Generator) -> None:
     a = operands((m, 24, 300, 40), torch.float32, device, generator, shared=0.8)
-    for method in SPARSE:
-        assert call(a, method=method).equal(call(a, method=method))
+    assert call(a, method="gather").equal(call(a, method="gather"))
 
 
 @pytest.mark.native
@@ -122,9 +121,9 @@ def test_the_way_is_followed(device: torch.device, generator: torch.Generator) -
     assert known is not None and known.rows > 0
     kept = (a["x"] @ a["gate"].t() + a["gate_bias"] > 0).sum(1)
     assert kept.min() <= known.mean <= kept.max()
-    pinned = ffn.BlockTracker(pinned="union")
+    pinned = ffn.BlockTracker(pinned="gather")
     check(a, call(a, density=pinned))
-    assert pinned.last_path == "union"
+    assert pinned.last_path == "gather"
 
 
 def test_what_a_block_costs_follows_its_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,13 +140,9 @@ def test_what_a_block_costs_follows_its_sizes(monkeypatch: pytest.MonkeyPatch) -
 def test_the_cheapest_way() -> None:
     cost = costs.Costs(gate=1.0, entry=0.01, heavy=3.0, fused=2.5, dense=2.6)
 
-    def known(mean: float, union: float | None = None, over: int = 0) -> Any:
-        from gossamer.ffn.tracker import Known
-        from gossamer.rowsparse import Density
-
-        unions = None if union is None else Density(10, union, 0, 0, int(10 * union))
+    def known(mean: float, over: int = 0) -> Any:
         # Rows over the limit, 300, have 1,000 entries each.
-        return Known(Density(1000, mean, 0, over, int(1000 * mean) - 1000 * over), unions)
+        return Density(1000, mean, 0, over, int(1000 * mean) - 1000 * over)
 
     assert costs.choose_path(None, 1000, cost) == "fused"
     assert costs.choose_path(known(29), 1000, cost) == "gather"
@@ -161,7 +156,6 @@ def test_the_cheapest_way() -> None:
         "fused",
         "gather",
     ]
-    assert costs.choose_path(known(140, 16 * costs.PRICE * 20), 1000, cost) == "union"
     assert costs.choose_path(known(920, over=900), 1000, cost) == "fused"
     assert costs.choose_path(known(180, over=150), 1000, cost) == "gather"
     assert replace(cost, entry=0.001).limit == 3000
@@ -174,11 +168,9 @@ def test_the_cheapest_way() -> None:
 
 def test_the_cheapest_way_on_a_cpu() -> None:
     """Large weights are gathered where the union of 16 rows is no quarter of the columns; small blocks are dense."""
-    from gossamer.ffn.tracker import Known
-    from gossamer.rowsparse import Density
 
     def known(mean: float) -> Any:
-        return Known(Density(1, mean, 0, 0, int(mean)), None)
+        return Density(1, mean, 0, 0, int(mean))
 
     sizes = {"large": (5632, 4096), "small": (176, 128)}
     assert [costs.on_cpu(None, m, *sizes["large"]) for m in (1, 8, 256)] == ["gather"] * 3
@@ -214,7 +206,7 @@ def test_compiles(compiled: Callable[..., Any], device: torch.device, generator:
         ({"activation": "silu"}, ValueError, r'activation must be "relu", "relu2" or gemm.JumpReLU.*, got \'silu\''),
         ({"activation": "jumprelu"}, ValueError, "activation must be .* got 'jumprelu'"),
         ({"activation": gemm.JumpReLU(torch.ones(4), 0.1)}, ValueError, "JumpReLU without a bandwidth"),
-        ({"method": "fast"}, ValueError, "method must be one of auto, gather, union, fused, dense, got 'fast'"),
+        ({"method": "fast"}, ValueError, "method must be one of auto, gather, fused, dense, got 'fast'"),
         ({"density": 3}, TypeError, "density must be an ffn.BlockTracker or None, got int"),
     ],
 )

@@ -3,15 +3,14 @@
 import pytest
 import torch
 
-from tests.ffn.dense import SMALL, SPARSE, call, check, operands
+from tests.ffn.dense import SMALL, call, check, operands
 
 
-@pytest.mark.parametrize("method", SPARSE)
 @pytest.mark.parametrize("shift", [0.0, 1.0, 9.0])
-def test_any_density(method: str, shift: float, device: torch.device, generator: torch.Generator) -> None:
+def test_any_density(shift: float, device: torch.device, generator: torch.Generator) -> None:
     """Half of the entries, so that every row is heavy; some heavy rows; none has an entry."""
     a = operands(SMALL, torch.float32, device, generator, shift)
-    check(a, call(a, method=method))
+    check(a, call(a, method="gather"))
 
 
 @pytest.mark.kernels
@@ -25,15 +24,15 @@ def test_the_rows_that_are_listed(
     a = operands((70, 24, 130, 20), torch.float32, device, generator, shift=1.0)
     a = a if gated else {name: t for name, t in a.items() if not name.startswith("up")}
     rows = torch.randperm(70, generator=torch.Generator().manual_seed(0))[:66].to(device)
-    up, down = (a["up"], a["up_bias"]) if gated else None, (a["down"].t().contiguous(), a["down_bias"])
+    weights = (a["gate"], a["gate_bias"], None, a.get("up"), a.get("up_bias"))
+    weights += (a["down"].t().contiguous(), a["down_bias"])
     for some in (rows, rows[:3], rows[:0]):
         listed = torch.empty(74, dtype=torch.int32, device=device)
         heavy.start(listed, 5)
         listed[0] = len(some)
         listed[4 : 4 + len(some)] = some
         out = torch.full((70, 20), 7.0, device=device)
-        gate = (a["gate"], a["gate_bias"], None)
-        heavy.project(listed, a["x"], gate, up, down, out, activation == "relu2")
+        heavy.project(listed, a["x"], weights, out, activation == "relu2")
         check({**a, "x": a["x"][some]}, out[some], activation)
         others = torch.ones(70, dtype=torch.bool, device=device)
         others[some] = False
@@ -47,7 +46,6 @@ def test_many_rows_by_columns(shift: float, generator: torch.Generator) -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     a = operands((4100, 256, 1032, 64), torch.bfloat16, device, generator, shift)
     by_columns = {**a, "down": a["down"].t().contiguous().t()}
-    for method in SPARSE:
-        out = call(by_columns, method=method)
-        check(by_columns, out)
-        assert out.equal(call(a, method=method))
+    out = call(by_columns, method="gather")
+    check(by_columns, out)
+    assert out.equal(call(a, method="gather"))

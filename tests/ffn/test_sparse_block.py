@@ -36,17 +36,6 @@ def test_pinned_and_followed(device: torch.device, generator: torch.Generator) -
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("method", ["auto", "gather"])
-def test_the_last_path_is_what_was_multiplied(method: str) -> None:
-    """On the CPU, which sees that a gate is dense once it has it."""
-    given = operands((20, 256, 3000, 256), torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0))
-    for bias, path in ((-30.0, "gather"), (3.0, "dense")):
-        a, block = given | {"gate_bias": torch.full_like(given["gate_bias"], bias)}, SparseBlock(method)
-        check(a, call(block, a))
-        assert block.last_path == path
-
-
-@pytest.mark.native
 def test_what_is_left_to_others(device: torch.device, generator: torch.Generator) -> None:
     a, block, seen = operands((3, 24, 300, 40), torch.float32, device, generator), SparseBlock(), []
     block.observer = seen.append

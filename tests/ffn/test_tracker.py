@@ -9,11 +9,11 @@ from torch import Tensor
 
 from gossamer import ffn, nn
 from gossamer._core import checks
-from gossamer.ffn.tracker import Known
+from gossamer.rowsparse import Density
 from tests.ffn.dense import METHODS, call, check, operands
 
 
-def way(known: Known | None, eager: bool) -> str:
+def way(known: Density | None, eager: bool) -> str:
     if known is None:
         return "fused"
     return "dense" if eager else "gather"
@@ -21,9 +21,9 @@ def way(known: Known | None, eager: bool) -> str:
 
 def seen(tracker: ffn.BlockTracker, counts: Tensor, limit: int = 10, calls: int = 2) -> None:
     for _ in range(calls):
-        tracker.path(way, grouped=False)
-        tracker.record(counts, None, limit)
-    tracker.path(way, grouped=False)
+        tracker.path(way)
+        tracker.record(counts, limit)
+    tracker.path(way)
 
 
 def test_a_graph_and_a_compiled_region_go_by_the_device_alone(
@@ -34,18 +34,18 @@ def test_a_graph_and_a_compiled_region_go_by_the_device_alone(
         tracker = ffn.BlockTracker(lag=1)
         with monkeypatch.context() as patched:
             patched.setattr(module, name, lambda: True)
-            assert tracker.path(way, grouped=False) == "fused"
+            assert tracker.path(way) == "fused"
         seen(tracker, torch.full((3,), 7, dtype=torch.int32, device=device))
         assert tracker.last_path == "dense"
         with monkeypatch.context() as patched:
             patched.setattr(module, name, lambda: True)
-            assert tracker.path(way, grouped=False) == tracker.last_path == "gather"
-        assert tracker.path(way, grouped=False) == "dense"
-        tracker.rows.pinned = "union"
+            assert tracker.path(way) == tracker.last_path == "gather"
+        assert tracker.path(way) == "dense"
+        tracker.rows.pinned = "gather"
         for taken in (True, False):
             with monkeypatch.context() as patched:
                 patched.setattr(module, name, lambda taken=taken: taken)
-                assert tracker.path(way, grouped=False) == "union"
+                assert tracker.path(way) == "gather"
 
 
 def test_how_often_is_looked() -> None:
@@ -59,17 +59,17 @@ def test_a_way_is_chosen_once_for_what_is_known() -> None:
     """Of each number of rows; where nothing was recorded nothing is read."""
     tracker, asked = ffn.BlockTracker(lag=1), []
 
-    def choose(known: Known | None, eager: bool) -> str:
+    def choose(known: Density | None, eager: bool) -> str:
         asked.append((known, eager))
         return way(known, eager)
 
     for key in (1, 1, 2, 1):
-        assert tracker.path(choose, grouped=False, due=False, key=key) == "fused"
+        assert tracker.path(choose, due=False, key=key) == "fused"
     assert [eager for _, eager in asked] == [True, False] * 2
-    tracker.path(choose, grouped=False, key=1)
-    tracker.record(torch.ones(3, dtype=torch.int32), None, 10)
-    assert tracker.path(choose, grouped=False, due=False, key=1) == "fused"
-    assert tracker.path(choose, grouped=False, key=1) == "dense"
+    tracker.path(choose, key=1)
+    tracker.record(torch.ones(3, dtype=torch.int32), 10)
+    assert tracker.path(choose, due=False, key=1) == "fused"
+    assert tracker.path(choose, key=1) == "dense"
     assert len(asked) == 6 and asked[-1][0] is not None
 
 

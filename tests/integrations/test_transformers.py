@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from gossamer.extract import Extraction, extract
-from gossamer.nn import TopKSAE, save
+from gossamer.nn import TopKSAE, save_sae
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -323,7 +323,7 @@ def test_the_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     language_model().save_pretrained(tmp_path / "model")
     byte_level().save_pretrained(tmp_path / "model")
-    save(autoencoder(), tmp_path / "sae")
+    save_sae(autoencoder(), tmp_path / "sae")
     (tmp_path / "a.txt").write_text("\n".join(TEXTS), encoding="utf-8")
     here = ("--out", tmp_path / "out", "--device", "cpu")
     sizes = ("--context-size", 12, "--contexts", 3, "--batch-size", 8, "--shard-rows", 32)

@@ -19,8 +19,8 @@ from gossamer.integrations.transformers import (  # noqa: E402
     patch,
     patch_attention,
     register_selection,
-    unpatch_attention,
-    warm_up,
+    train_indexers,
+    unpatch,
 )
 
 SMALL = {
@@ -94,10 +94,10 @@ def test_dense_until_k_and_undone(kind: str, gates: bool, device: torch.device) 
     said = rf"^integrations\.transformers\.patch_attention: {type(model).__name__} is patched already; nothing changed"
     with pytest.warns(UserWarning, match=said):
         assert patch_attention(model) == report
-    unpatch_attention(model)
+    unpatch(model)
     assert torch.equal(logits(model, ids), plain) and list(model.state_dict()) == keys
-    with pytest.warns(UserWarning, match=rf"unpatch_attention: {type(model).__name__} is not patched; nothing changed"):
-        unpatch_attention(model)
+    with pytest.warns(UserWarning, match=rf"unpatch: {type(model).__name__} is not patched; nothing changed"):
+        unpatch(model)
     assert torch.equal(logits(model, ids), plain)
 
 
@@ -160,7 +160,7 @@ def test_padding_of_short_sequences(implementation: str, device: torch.device) -
         plain = logits(model, ids, **given)
         patch_attention(model)
         close(logits(model, ids, **given)[mask == 1], plain[mask == 1])
-        unpatch_attention(model)
+        unpatch(model)
 
 
 def test_other_masks_are_refused() -> None:
@@ -180,13 +180,13 @@ def test_the_indexer_learns(device: torch.device) -> None:
     dense = logits(model, ids)
     patch_attention(model, **{**SPARSE, "d_indexer": 16, "n_idx_heads": 4})
     before = (logits(model, ids) - dense).norm()
-    optimizer = torch.optim.Adam(warm_up(model), lr=1e-2)
+    optimizer = torch.optim.Adam(train_indexers(model), lr=1e-2)
     others = [p for name, p in model.named_parameters() if "indexer" not in name]
     close(logits(model, ids, use_cache=False), dense)
     losses = []
     for step in range(60):
         if step == 40:
-            warm_up(model, "sparse")
+            train_indexers(model, "sparse")
         model(input_ids=ids, use_cache=False)
         loss = indexer_loss(model)
         optimizer.zero_grad()
@@ -195,9 +195,9 @@ def test_the_indexer_learns(device: torch.device) -> None:
         losses.append(loss.item())
     assert all(parameter.grad is None for parameter in others)
     assert losses[39] < 0.8 * losses[0]
-    warm_up(model, None)
+    train_indexers(model, None)
     assert (logits(model, ids) - dense).norm() < before
-    with pytest.raises(ValueError, match=r"no forward pass has computed a loss. Call warm_up"):
+    with pytest.raises(ValueError, match=r"no forward pass has computed a loss. Call train_indexers"):
         indexer_loss(model)
 
 
@@ -224,7 +224,7 @@ def test_copies_and_mlps(device: torch.device) -> None:
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         close(logits(other, ids), sparse)
         other.load_state_dict(model.state_dict(), strict=True)
-        unpatch_attention(other)
+        unpatch(other)
         close(logits(other, ids), plain)
 
 
@@ -249,7 +249,7 @@ def test_what_is_left(device: torch.device) -> None:
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
         patch_attention("model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stage must be"):
-        warm_up(model, "wet")
+        train_indexers(model, "wet")
 
 
 @pytest.mark.parametrize("rule", ["variance", "entropy", "learned"])
@@ -275,7 +275,7 @@ def test_adaptive_numbers_of_keys(rule: str, device: torch.device) -> None:
     patch_attention(other, **SPARSE, adaptive=rule, share=[[0, 1]] if rule == "entropy" else 1)
     other.load_state_dict(model.state_dict())
     assert torch.equal(logits(other, ids), logits(model, ids))
-    unpatch_attention(model)
+    unpatch(model)
 
 
 def test_a_given_selection(device: torch.device) -> None:

@@ -44,6 +44,24 @@ KINDS: dict[str, dict[str, Any]] = {
     "Phi3": {},
 }
 KINDS["Llama, biased"] = {"mlp_bias": True, "hidden_act": "gelu_new"}
+# Of some 150 classes with a forward of the same formula.
+OTHERS: dict[str, dict[str, Any]] = {
+    "Olmo2": {},
+    "Granite": {},
+    "SmolLM3": {},
+    "Cohere": {},
+    "Glm": {"head_dim": 8},
+    "Exaone4": {"head_dim": 8},
+    "Ernie4_5": {"head_dim": 8},
+    "StableLm": {},
+    "Qwen3Moe": {"num_experts": 4, "moe_intermediate_size": 24, "mlp_only_layers": [0, 1], "head_dim": 8},
+    "FalconH1": {
+        "mlp_multipliers": [0.7, 1.3], "mlp_bias": True, "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8,
+        "mamba_d_state": 8, "mamba_chunk_size": 8,
+    },
+    "Lfm2": {"block_auto_adjust_ff_dim": False, "layer_types": ["full_attention", "conv"]},
+    "ModernBertDecoder": {"mlp_dropout": 0.1},
+}  # fmt: skip
 T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 72, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
 
 
@@ -54,7 +72,7 @@ def make(kind: str, device: torch.device) -> nn.Module:
         config = transformers.T5Config(**T5, feed_forward_proj="gated-gelu", decoder_start_token_id=0, pad_token_id=0)
         return transformers.T5ForConditionalGeneration(config).to(device).eval()
     suffix = "TextConfig" if name == "Gemma3" else "Config"
-    config = getattr(transformers, f"{name}{suffix}")(**SMALL, **KINDS[kind])
+    config = getattr(transformers, f"{name}{suffix}")(**SMALL, **(KINDS | OTHERS)[kind])
     return getattr(transformers, f"{name}ForCausalLM")(config).to(device).eval()
 
 
@@ -89,6 +107,84 @@ def test_same_logits_and_generations(kind: str, device: torch.device) -> None:
         said = rf"^integrations\.transformers\.unpatch: {type(other).__name__} is not patched; nothing changed\.$"
         with pytest.warns(UserWarning, match=said):
             unpatch(other)
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_a_forward_is_known_by_its_formula(kind: str, device: torch.device) -> None:
+    if not hasattr(transformers, f"{kind}Config"):
+        pytest.skip("not in this version of transformers")
+    model, ids = make(kind, device), tokens(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(3)
+    plain, exact = logits(model, ids), logits(copy.deepcopy(model).cpu().double(), ids.cpu()).to(device)
+    report = patch(model)
+    assert len(report.replaced) == 2 and not report.left, report
+    assert_close(logits(model, ids), reference64=exact, plain=plain)
+    # Some of the dropouts that models have in training stand before down.
+    dropped = [module for module in model.train().modules() if getattr(module, "p", 0) == 0.1]
+    torch.manual_seed(0)
+    patched = logits(model, ids)
+    unpatch(model)
+    torch.manual_seed(0)
+    torch.testing.assert_close(patched, logits(model, ids), rtol=1e-3, atol=1e-4)
+    assert bool(dropped) == (kind == "ModernBertDecoder")
+
+
+class Block(nn.Module):
+    """Parts of a gated block, whose forward is a function of them and x."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(8, 12), nn.Linear(8, 12), nn.Linear(12, 8)
+        self.both, self.act, self.drop, self.norm = nn.Linear(8, 24), nn.SiLU(), nn.Dropout(0.5), nn.LayerNorm(12)
+        self.scale, self.other = 0.5, nn.Parameter(torch.tensor(3.0))
+
+
+def silu_of_both(self: Any, x: Tensor) -> Tensor:
+    up, gate = self.both(x).chunk(2, dim=-1)
+    return self.down(up * self.act(gate))
+
+
+def wrong_halves(self: Any, x: Tensor) -> Tensor:
+    gate = self.both(x).chunk(2, dim=-1)[1]
+    return self.down(gate * self.act(gate))
+
+
+FORMULAS: dict[str, tuple[Any, bool]] = {
+    "gate": (lambda self, x: self.down(self.act(self.gate(x)) * self.up(x)), True),
+    "up first": (lambda self, hidden: self.down(self.up(hidden) * self.act(self.gate(hidden))), True),
+    "a function": (lambda self, x: self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x)), True),
+    "dropout": (lambda self, x: self.down(self.drop(self.act(self.gate(x)) * self.up(x))), True),
+    "halves": (silu_of_both, True),
+    "multipliers": (lambda self, x: self.down(self.up(x) * self.act(self.gate(x) * self.scale)) * self.other, True),
+    "the same half": (wrong_halves, False),
+    "a norm": (lambda self, x: self.down(self.norm(self.act(self.gate(x)) * self.up(x))), False),
+    "a constant": (lambda self, x: self.down(self.act(self.gate(x)) * (self.up(x) + 1)), False),
+    "a clamp": (lambda self, x: self.down(self.act(self.gate(x)).clamp(max=1) * self.up(x)), False),
+    "a number": (lambda self, x: self.down(self.act(self.gate(x)) * self.up(x) * 2), False),
+    "twice": (lambda self, x: self.down(self.act(self.gate(x)) * self.act(self.up(x))), False),
+    "no activation": (lambda self, x: self.down(self.gate(x) * self.up(x)), False),
+    "a residual": (lambda self, x: x + self.down(self.act(self.gate(x)) * self.up(x)), False),
+    "a condition": (lambda self, x: self.down(self.act(self.gate(x)) * self.up(x)) if self.scale else x, False),
+    "another argument": (lambda self, x, y: self.down(self.act(self.gate(x)) * self.up(y)), False),
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+@pytest.mark.filterwarnings("ignore:integrations.transformers.patch. no feed-forward block")
+def test_formulas(name: str, device: torch.device) -> None:
+    forward, known = FORMULAS[name]
+    block = type("Block", (Block,), {"forward": forward})().to(device).eval()
+    x = torch.randn(5, 8, device=device, requires_grad=True)
+    given = (x, x) if name == "another argument" else (x,)
+    plain = block(*given)
+    (wanted,) = torch.autograd.grad(plain.sum(), x)
+    assert bool(patch(block).replaced) is known
+    out = block(*given)
+    torch.testing.assert_close(out, plain)
+    torch.testing.assert_close(torch.autograd.grad(out.sum(), x)[0], wanted)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
@@ -183,7 +279,7 @@ def test_what_is_not_known(device: torch.device) -> None:
             super().__init__()
             self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
 
-    assert patch(nn.Sequential(Other())).left == {"0": "Other is no class that is known here"}
+    assert patch(nn.Sequential(Other())).left == {"0": "the forward of Other is another formula"}
     with pytest.warns(UserWarning, match="patch: no feed-forward block found that can be replaced; known are"):
         assert not patch(nn.Linear(2, 2)).replaced
     for function in (patch, unpatch):

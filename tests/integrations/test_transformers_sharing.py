@@ -14,8 +14,8 @@ from gossamer import attention  # noqa: E402
 from gossamer.integrations.transformers import (  # noqa: E402
     indexer_loss,
     patch_attention,
-    unpatch_attention,
-    warm_up,
+    train_indexers,
+    unpatch,
 )
 from tests.integrations.test_transformers_attention import SPARSE, logits, make, tokens  # noqa: E402
 
@@ -74,7 +74,7 @@ def test_dense_until_k_and_undone(device: torch.device) -> None:
     torch.testing.assert_close(logits(model, ids), plain, rtol=1e-3, atol=1e-4)
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model):
         torch.testing.assert_close(logits(other, ids), plain, rtol=1e-3, atol=1e-4)
-        unpatch_attention(other)
+        unpatch(other)
         assert torch.equal(logits(other, ids), plain) and list(other.state_dict()) == keys
         assert not other.model._forward_pre_hooks
     patch_attention(model, share=2, **SPARSE)
@@ -89,11 +89,11 @@ def test_the_inner_model_and_what_is_left(device: torch.device) -> None:
     model, ids = five(device), tokens(device)
     patch_attention(model, share=2)
     wanted = [layer.self_attn.group for layer in model.model.layers]
-    unpatch_attention(model)
+    unpatch(model)
     patch_attention(model.model, share=2, **SPARSE)
     assert [layer.self_attn.group for layer in model.model.layers] == wanted == [(0, 1)] * 2 + [(2, 3)] * 2 + [()]
     assert logits(model, ids).isfinite().all()
-    unpatch_attention(model.model)
+    unpatch(model.model)
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
     report = patch_attention(model, share=2, **SPARSE)
     assert list(report.left) == ["model.layers.1.self_attn"] and report.selections == 2
@@ -136,7 +136,7 @@ def test_an_indexer_learns_from_all_its_layers(stage: str, device: torch.device)
     """Its gradient is that of the mean of the layers' losses, each over the same keys."""
     model, ids = five(device), tokens(device, 4, 30)
     patch_attention(model, share=[[0, 1, 2], [3, 4]], **SPARSE)
-    parameters = warm_up(model, stage)
+    parameters = train_indexers(model, stage)
     assert len(parameters) == 2 * 5
     layers = [layer.self_attn for layer in model.model.layers]
     seen: dict[int, Any] = {}

@@ -223,9 +223,7 @@ def test_state_dicts_without_frequencies(device: torch.device) -> None:
 def test_a_layout_function_that_takes_too_little() -> None:
     layout = Layout.from_mask(torch.ones(2, 2).bool(), 16)
     module = BlockSparseAttention(32, 4, layout=lambda q, k: layout)
-    with pytest.raises(
-        TypeError, match=r"nn.BlockSparseAttention: layout must take q, k, causal=... and lengths="
-    ):
+    with pytest.raises(TypeError, match=r"nn.BlockSparseAttention: layout must take q, k, causal=... and lengths="):
         module(torch.randn(1, 32, 32))
     module.layout = lambda q, k, **_: layout
     assert module(torch.randn(1, 32, 32)).shape == (1, 32, 32)

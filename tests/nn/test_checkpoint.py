@@ -42,8 +42,8 @@ def inputs(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
 def test_there_and_back(kind: str, dtype: torch.dtype, device: torch.device, tmp_path: Path) -> None:
     model, x = make(kind, device, dtype), inputs(device, dtype)
     model.train()(x)
-    nn.save(model, tmp_path / "new" / "folder")
-    again = nn.load(tmp_path / "new" / "folder", device=device)
+    nn.save_sae(model, tmp_path / "new" / "folder")
+    again = nn.load_sae(tmp_path / "new" / "folder", device=device)
     assert repr(again) == repr(model)
     assert again.state_dict().keys() == model.state_dict().keys()
     for name, tensor in model.state_dict().items():
@@ -80,12 +80,12 @@ def test_settings(kind: str, layout: str, device: torch.device, tmp_path: Path) 
     """What training needs comes back too, and SAELens does not mind it; older files have less, or nothing."""
     model = getattr(nn, kind)(D_IN, D_SAE, **SETTINGS[kind], device=device)
     model.train()(inputs(device))
-    nn.save(model, tmp_path, layout=layout)
+    nn.save_sae(model, tmp_path, layout=layout)
 
     def settings(model: Any) -> dict[str, Any]:
         return {name: value for name, value in vars(model).items() if not name.startswith("_")}
 
-    again = nn.load(tmp_path, device=device)
+    again = nn.load_sae(tmp_path, device=device)
     assert settings(again) == settings(model) | {"training": True}
     assert settings(model).items() >= SETTINGS[kind].items()
     assert int(again.firing_counts.sum()) == int(model.firing_counts.sum()) > 0
@@ -99,22 +99,22 @@ def test_settings(kind: str, layout: str, device: torch.device, tmp_path: Path) 
     holder["gossamer"] = {name: SETTINGS[kind][name] for name in old.get(kind, ("bandwidth", "capacity"))}
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     defaults = getattr(nn, kind)(D_IN, D_SAE, **({"k": 5} if "k" in SETTINGS[kind] else {}))
-    assert settings(nn.load(tmp_path)) == settings(defaults) | holder["gossamer"]
+    assert settings(nn.load_sae(tmp_path)) == settings(defaults) | holder["gossamer"]
     del holder["gossamer"]
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     # Without a word of ours a BatchTopK is what SAELens takes it for.
-    assert type(nn.load(tmp_path)).__name__ == ("JumpReLUSAE" if kind == "BatchTopKSAE" else kind)
+    assert type(nn.load_sae(tmp_path)).__name__ == ("JumpReLUSAE" if kind == "BatchTopKSAE" else kind)
 
 
 def test_dtype_of_the_reader(device: torch.device, tmp_path: Path) -> None:
-    nn.save(make("jumprelu", device), tmp_path)
-    model = nn.load(tmp_path, device=device, dtype=torch.bfloat16)
+    nn.save_sae(make("jumprelu", device), tmp_path)
+    model = nn.load_sae(tmp_path, device=device, dtype=torch.bfloat16)
     assert model.W_enc.dtype is torch.bfloat16 and model.b_enc.dtype is torch.float32
 
 
 def test_sparsify(device: torch.device, tmp_path: Path) -> None:
     model = make("topk", device)
-    nn.save(model, tmp_path, layout="sparsify")
+    nn.save_sae(model, tmp_path, layout="sparsify")
     tensors, config = load_file(tmp_path / "sae.safetensors"), json.loads((tmp_path / "cfg.json").read_text())
     # As its SparseCoder has them: an nn.Linear, and decoder rows.
     assert {name: tuple(t.shape) for name, t in tensors.items()} == {
@@ -125,11 +125,11 @@ def test_sparsify(device: torch.device, tmp_path: Path) -> None:
     }
     assert config["d_in"] == D_IN and config["num_latents"] == D_SAE and config["k"] == K
     x = inputs(device)
-    assert torch.equal(nn.load(tmp_path, device=device)(x), model(x))
+    assert torch.equal(nn.load_sae(tmp_path, device=device)(x), model(x))
     # Older files leave the number of latents to the expansion factor.
     del config["num_latents"]
     (tmp_path / "cfg.json").write_text(json.dumps(config | {"expansion_factor": 64 / 12}))
-    assert nn.load(tmp_path).d_sae == D_SAE
+    assert nn.load_sae(tmp_path).d_sae == D_SAE
     x_centred = x - model.b_dec
     pre = torch.relu(x_centred @ tensors["encoder.weight"].to(device).t() + tensors["encoder.bias"].to(device))
     top = pre.topk(K)
@@ -141,7 +141,7 @@ def test_sparsify(device: torch.device, tmp_path: Path) -> None:
 def test_sae_lens_loads_it(kind: str, device: torch.device, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     model, x = make(kind, device), inputs(device)
-    nn.save(model, tmp_path)
+    nn.save_sae(model, tmp_path)
     sae = sae_lens.SAE.load_from_disk(tmp_path, device=str(device))
     assert type(sae).__name__ == ("TopKSAE" if kind == "topk" else "JumpReLUSAE")
     model.eval()
@@ -149,7 +149,7 @@ def test_sae_lens_loads_it(kind: str, device: torch.device, tmp_path: Path) -> N
         torch.testing.assert_close(sae(x), model(x), rtol=1e-4, atol=1e-5)
         torch.testing.assert_close(sae.encode(x), model.encode(x).to_dense(), rtol=1e-4, atol=1e-5)
         sae.save_model(tmp_path / "again")
-    again = nn.load(tmp_path / "again", device=device).eval()
+    again = nn.load_sae(tmp_path / "again", device=device).eval()
     torch.testing.assert_close(again(x), model(x), rtol=1e-4, atol=1e-5)
 
 
@@ -168,7 +168,7 @@ def test_it_loads_what_sae_lens_saves(kind: str, subtract: bool, device: torch.d
     for name, parameter in sae.named_parameters():
         parameter.data = torch.randn_like(parameter) * 0.3 + (0.2 if name == "threshold" else 0)
     sae.save_model(tmp_path)
-    model, x = nn.load(tmp_path, device=device), inputs(device)
+    model, x = nn.load_sae(tmp_path, device=device), inputs(device)
     with torch.no_grad():
         torch.testing.assert_close(model(x), sae(x), rtol=1e-4, atol=1e-4)
 
@@ -184,14 +184,14 @@ def test_it_loads_a_batchtopk_sae(device: torch.device, tmp_path: Path) -> None:
     x = inputs(device)
     with torch.no_grad():
         expected = SAE.load_from_disk(tmp_path, device=str(device))(x)
-        torch.testing.assert_close(nn.load(tmp_path, device=device)(x), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(nn.load_sae(tmp_path, device=device)(x), expected, rtol=1e-4, atol=1e-5)
     # What is saved in training is refused, and what the error says to do about it works.
     sae.save_model(tmp_path / "training")
     with pytest.raises(ValueError, match=r"'batchtopk'.*TrainingSAE\.load_from_disk\(folder\)\.save_inference_model\("):
-        nn.load(tmp_path / "training")
+        nn.load_sae(tmp_path / "training")
     TrainingSAE.load_from_disk(tmp_path / "training", device=str(device)).save_inference_model(tmp_path / "again")
     with torch.no_grad():
-        torch.testing.assert_close(nn.load(tmp_path / "again", device=device)(x), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(nn.load_sae(tmp_path / "again", device=device)(x), expected, rtol=1e-4, atol=1e-5)
 
 
 def test_it_loads_a_batchtopk_sae_of_folded_norms(device: torch.device, tmp_path: Path) -> None:
@@ -202,13 +202,13 @@ def test_it_loads_a_batchtopk_sae_of_folded_norms(device: torch.device, tmp_path
     model, x = make("batchtopk", device).eval(), inputs(device)
     with torch.no_grad():
         model.W_dec.mul_(torch.linspace(0.3, 3, D_SAE, device=device)[:, None])
-    nn.save(model, tmp_path)
+    nn.save_sae(model, tmp_path)
     SAE.load_from_disk(tmp_path, device=str(device), fold_W_dec_norm=True).save_model(tmp_path / "folded")
-    again = nn.load(tmp_path / "folded", device=device).eval()
+    again = nn.load_sae(tmp_path / "folded", device=device).eval()
     assert isinstance(again, nn.JumpReLUSAE)
     with torch.no_grad():
         torch.testing.assert_close(again(x), model(x), rtol=1e-4, atol=1e-4)
-    assert isinstance(nn.load(tmp_path), nn.BatchTopKSAE)
+    assert isinstance(nn.load_sae(tmp_path), nn.BatchTopKSAE)
 
 
 def test_tensors_without_a_place_are_refused(device: torch.device, tmp_path: Path) -> None:
@@ -217,11 +217,11 @@ def test_tensors_without_a_place_are_refused(device: torch.device, tmp_path: Pat
     prune.random_unstructured(pruned, "W_enc", 0.5)
     larger.register_buffer("mean", torch.zeros(D_IN, device=device))
     for model, name in ((parametrized, "W_dec"), (pruned, "W_enc_mask"), (larger, "mean")):
-        with pytest.raises(TypeError, match=rf"nn\.save: the layouts have no place for .*{name}"):
-            nn.save(model, tmp_path / "new")
+        with pytest.raises(TypeError, match=rf"nn\.save_sae: the layouts have no place for .*{name}"):
+            nn.save_sae(model, tmp_path / "new")
         assert not (tmp_path / "new").exists()
     prune.remove(pruned, "W_enc")
-    nn.save(pruned, tmp_path / "new")
+    nn.save_sae(pruned, tmp_path / "new")
 
 
 TRAINED = {
@@ -258,7 +258,7 @@ LOADED = {"bandwidth": 0.07, "l0_coefficient": 5, "tanh_scale": 3.0, "ste_to_inp
 def test_settings_of_sae_lens(
     architecture: str, trained: dict[str, Any], loaded: dict[str, Any], save: str, tmp_path: Path
 ) -> None:
-    """What SAELens trained with is what its file is gone on with, and comes back from ours."""
+    """Training goes on with the settings in SAELens's file, and ours returns them."""
     pytest.importorskip("sae_lens")
     from sae_lens import TrainingSAE
     from sae_lens.registry import get_sae_training_class
@@ -266,13 +266,13 @@ def test_settings_of_sae_lens(
     sae_class, config_class = get_sae_training_class(architecture)
     sae = sae_class(config_class(d_in=D_IN, d_sae=D_SAE, device="cpu", **trained))
     getattr(sae, save)(tmp_path / "theirs")
-    model = nn.load(tmp_path / "theirs")
+    model = nn.load_sae(tmp_path / "theirs")
     assert {name: getattr(model, name) for name in loaded} == loaded
-    nn.save(model, tmp_path / "ours")
-    assert {name: getattr(nn.load(tmp_path / "ours"), name) for name in loaded} == loaded
+    nn.save_sae(model, tmp_path / "ours")
+    assert {name: getattr(nn.load_sae(tmp_path / "ours"), name) for name in loaded} == loaded
     # SAELens knows nothing of our settings: from here on it trains with those of its own, and its file says so.
     TrainingSAE.load_from_disk(tmp_path / "ours").save_model(tmp_path / "last")
-    again, default = nn.load(tmp_path / "last"), config_class(d_in=D_IN, d_sae=D_SAE)
+    again, default = nn.load_sae(tmp_path / "last"), config_class(d_in=D_IN, d_sae=D_SAE)
     if architecture == "topk":
         assert again.aux_coefficient == default.aux_loss_coefficient
     else:
@@ -284,22 +284,22 @@ def test_statistics_that_are_cut_short(device: torch.device, tmp_path: Path) -> 
     """Not the zeros that there would be without the file."""
     model = make("topk", device)
     model.train()(inputs(device))
-    nn.save(model, tmp_path)
+    nn.save_sae(model, tmp_path)
     statistics = tmp_path / "training_state.safetensors"
     whole = statistics.read_bytes()
     for size in (0, 5, 100, len(whole) - 1):
         statistics.write_bytes(whole[:size])
         with pytest.raises(ValueError, match=r"training_state\.safetensors is not a whole .* Remove it to begin with"):
-            nn.load(tmp_path)
+            nn.load_sae(tmp_path)
     statistics.unlink()
-    assert int(nn.load(tmp_path).firing_counts.sum()) == 0
+    assert int(nn.load_sae(tmp_path).firing_counts.sum()) == 0
 
 
 def test_a_failing_disk_leaves_the_old_files(
     device: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make("topk", device)
-    nn.save(model, tmp_path)
+    nn.save_sae(model, tmp_path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
     model.W_enc.data.zero_()
 
@@ -309,25 +309,25 @@ def test_a_failing_disk_leaves_the_old_files(
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr("gossamer.nn.checkpoint.save_file", full)
-    message = r"nn\.save: .*sae_weights\.safetensors could not be written: No space left on device\. Free space"
+    message = r"nn\.save_sae: .*sae_weights\.safetensors could not be written: No space left on device\. Free space"
     with pytest.raises(OSError, match=message) as raised:
-        nn.save(model, tmp_path)
+        nn.save_sae(model, tmp_path)
     assert raised.value.errno == errno.ENOSPC
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_errors(device: torch.device, tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match=r"nn\.save: model must be an autoencoder of gossamer\.nn, got Linear"):
-        nn.save(torch.nn.Linear(2, 2), tmp_path)
+    with pytest.raises(TypeError, match=r"nn\.save_sae: model must be an autoencoder of gossamer\.nn, got Linear"):
+        nn.save_sae(torch.nn.Linear(2, 2), tmp_path)
     with pytest.raises(ValueError, match="layout must be"):
-        nn.save(make("topk", device), tmp_path, layout="pickle")
+        nn.save_sae(make("topk", device), tmp_path, layout="pickle")
     with pytest.raises(ValueError, match="no place for thresholds"):
-        nn.save(make("jumprelu", device), tmp_path, layout="sparsify")
-    with pytest.raises(FileNotFoundError, match=r"nn\.load: .* must hold cfg\.json and sae_weights\.safetensors or"):
-        nn.load(tmp_path)
-    nn.save(make("topk", device), tmp_path)
+        nn.save_sae(make("jumprelu", device), tmp_path, layout="sparsify")
+    with pytest.raises(FileNotFoundError, match=r"nn\.load_sae: .* must hold cfg\.json and sae_weights\.safet"):
+        nn.load_sae(tmp_path)
+    nn.save_sae(make("topk", device), tmp_path)
     with pytest.raises(TypeError, match="dtype must be"):
-        nn.load(tmp_path, dtype=torch.int8)
+        nn.load_sae(tmp_path, dtype=torch.int8)
     config = json.loads((tmp_path / "cfg.json").read_text())
     for change, message in (
         ({"architecture": "gated"}, 'architecture = \'gated\'; these modules are "topk" and "jumprelu"'),
@@ -338,54 +338,54 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
     ):
         (tmp_path / "cfg.json").write_text(json.dumps(config | change))
         with pytest.raises(ValueError, match=message):
-            nn.load(tmp_path)
+            nn.load_sae(tmp_path)
     (tmp_path / "cfg.json").write_text("{")
     with pytest.raises(ValueError, match="is not JSON of an autoencoder"):
-        nn.load(tmp_path)
+        nn.load_sae(tmp_path)
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     weights = tmp_path / "sae_weights.safetensors"
     weights.write_bytes(weights.read_bytes()[:-10])
     with pytest.raises(ValueError, match="is not a whole safetensors file"):
-        nn.load(tmp_path)
+        nn.load_sae(tmp_path)
     folder = tmp_path / "sparsify"
-    nn.save(make("topk", device), folder, layout="sparsify")
+    nn.save_sae(make("topk", device), folder, layout="sparsify")
     config = json.loads((folder / "cfg.json").read_text())
     (folder / "cfg.json").write_text(json.dumps(config | {"signed": True}))
     with pytest.raises(ValueError, match="signed = True"):
-        nn.load(folder)
+        nn.load_sae(folder)
     save_file({}, folder / "sae.safetensors")
     (folder / "cfg.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="must hold W_enc"):
-        nn.load(folder)
+        nn.load_sae(folder)
 
 
 def test_files_that_do_not_belong_together(device: torch.device, tmp_path: Path) -> None:
     """Statistics of other weights, both layouts in a folder, tensors and settings that would be ignored."""
     model, x = make("topk", device), inputs(device)
     model.train()(x)
-    nn.save(model, tmp_path)
-    assert int(nn.load(tmp_path).firing_counts.sum()) > 0
+    nn.save_sae(model, tmp_path)
+    assert int(nn.load_sae(tmp_path).firing_counts.sum()) > 0
     other = make("topk", device)
     other.W_enc.data += 1
-    nn.save(other, tmp_path / "other")
+    nn.save_sae(other, tmp_path / "other")
     (tmp_path / "sae_weights.safetensors").write_bytes((tmp_path / "other" / "sae_weights.safetensors").read_bytes())
-    assert int(nn.load(tmp_path).firing_counts.sum()) == 0
-    nn.save(model, tmp_path, layout="sparsify")
-    assert torch.equal(nn.load(tmp_path, device=device)(x), model.eval()(x))
+    assert int(nn.load_sae(tmp_path).firing_counts.sum()) == 0
+    nn.save_sae(model, tmp_path, layout="sparsify")
+    assert torch.equal(nn.load_sae(tmp_path, device=device)(x), model.eval()(x))
     config = json.loads((tmp_path / "cfg.json").read_text())
     (tmp_path / "cfg.json").write_text(json.dumps(config | {"signed": True}))
     with pytest.raises(ValueError, match="signed = True"):
-        nn.load(tmp_path)
-    nn.save(model, tmp_path)
+        nn.load_sae(tmp_path)
+    nn.save_sae(model, tmp_path)
     config = json.loads((tmp_path / "cfg.json").read_text())
     (tmp_path / "cfg.json").write_text(json.dumps(config | {"finetuning_scaling_factor": True}))
     with pytest.raises(ValueError, match="finetuning_scaling_factor = True"):
-        nn.load(tmp_path)
+        nn.load_sae(tmp_path)
     (tmp_path / "cfg.json").write_text(json.dumps(config))
     weights = load_file(tmp_path / "sae_weights.safetensors")
     save_file(weights | {"scaling_factor": torch.ones(D_SAE)}, tmp_path / "sae_weights.safetensors")
     with pytest.raises(ValueError, match="holds scaling_factor, with which these modules do nothing"):
-        nn.load(tmp_path)
+        nn.load_sae(tmp_path)
     (tmp_path / "cfg.json").write_text("[1]")
     with pytest.raises(ValueError, match="holds no settings"):
-        nn.load(tmp_path)
+        nn.load_sae(tmp_path)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from gossamer import nn
+from gossamer.nn.median import geometric_median
 from tests.nn import dense
 
 KINDS = ("topk", "batchtopk", "jumprelu", "transcoder")
@@ -27,7 +27,7 @@ def test_geometric_median(case: str, device: torch.device, generator: torch.Gene
         x = torch.tensor([0.0, 0, 0, 2, 8], device=device)[:, None] * x[0]
     else:
         x = 0.01 * x + 1000
-    got = nn.geometric_median(x)
+    got = geometric_median(x)
     rows = x.double().cpu()
 
     def spread(point: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_initialize(device: torch.device, generator: torch.Generator) -> None:
         model = dense.make(kind, device, dtype=torch.bfloat16)
         x = torch.randn(4, 10, len(model.b_dec), device=device, generator=generator).bfloat16()
         model.initialize_(x)
-        assert torch.equal(model.b_dec, nn.geometric_median(x.flatten(0, 1))) and model.b_dec.requires_grad
+        assert torch.equal(model.b_dec, geometric_median(x.flatten(0, 1))) and model.b_dec.requires_grad
         model.initialize_(x[0, 0])
         assert torch.equal(model.b_dec, x[0, 0].float())
         with pytest.raises(ValueError, match=rf"nn.{type(model).__name__}: x must be a sample .* got \[4, 10, 1\]"):
@@ -63,7 +63,7 @@ def test_initialize(device: torch.device, generator: torch.Generator) -> None:
         with pytest.raises(ValueError, match=r"geometric_median: x must have shape \[M, D\] with M of at least 1"):
             model.initialize_(x[:0])
     with pytest.raises(ValueError, match=r"geometric_median: x must have shape \[M, D\] .* got \[3\]"):
-        nn.geometric_median(torch.ones(3))
+        geometric_median(torch.ones(3))
 
 
 def test_normalize(dtype: torch.dtype, device: torch.device) -> None:

@@ -115,15 +115,15 @@ def test_slots_follow_the_rows(device: torch.device, generator: torch.Generator)
     """None overflows once it is known how many entries rows have, whatever waits for its backward pass."""
     model, x = nn.JumpReLUSAE(32, 2048, device=device), torch.randn(64, 32, device=device, generator=generator)
     model.log_threshold.detach().fill_(1.33 - math.log(2))
-    asked, packs = [], model._latents
+    asked, packs = [], model._encode
     model.density.pinned = "sparse"
-    model._latents = lambda x, **options: asked.append(options["capacity"]) or packs(x, **options)
+    model._encode = lambda x, capacity: asked.append(capacity) or packs(x, capacity)
     waiting = [model.loss(x) for _ in range(6)]
     assert len(waiting) == 6 and asked == [None] * 4 + [256] * 2
     known = model.density.known(training=True)
     assert known is not None and 128 < known.largest < 256
     capacities = nn.JumpReLUSAE(32, 2048, capacity=40, device=device)
-    assert capacities.encode(x).capacity == 40 and capacities._encode(x, 256)[0].capacity == 40
+    assert capacities.encode(x).capacity == 40
 
 
 @pytest.mark.full

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from benchmarks.peers.plain_gated_sparse_attention import PlainGatedSparseAttention
 from gossamer import attention
-from gossamer.nn import GatedSparseAttention, GatedSparseAttentionReference
+from gossamer.nn import GatedSparseAttention
 from gossamer.nn.gated_sparse_attention import RotaryEmbedding
 from gossamer.testing import assert_close
 
@@ -25,7 +26,7 @@ def pair(dtype: torch.dtype, device: torch.device, **options: Any) -> tuple[nn.M
     """A module and its reference with the same random parameters, gates and biases included."""
     torch.manual_seed(0)
     given = {"k_base": 24, "k_min": 8, "k_max": 40, "d_indexer": 16, **options}
-    made = [kind(64, 4, num_kv_heads=2, **given) for kind in (GatedSparseAttention, GatedSparseAttentionReference)]
+    made = [kind(64, 4, num_kv_heads=2, **given) for kind in (GatedSparseAttention, PlainGatedSparseAttention)]
     for parameter in made[0].parameters():
         nn.init.normal_(parameter, std=0.2)
     made[1].load_state_dict(made[0].state_dict(), strict=True)
@@ -205,7 +206,7 @@ def test_hooks_are_heeded(device: torch.device) -> None:
 
 def _compare(ours: nn.Module, reference: nn.Module, x: Tensor, mask: Tensor | None = None) -> None:
     """Results, and gradients of x and of all parameters that have one."""
-    single = GatedSparseAttentionReference.__new__(GatedSparseAttentionReference)
+    single = PlainGatedSparseAttention.__new__(PlainGatedSparseAttention)
     single.__dict__ = {**ours.__dict__}
     leaf, exact, usual = x.clone().requires_grad_(), x.double().requires_grad_(), x.clone().requires_grad_()
     out, wanted, plain = ours(leaf, mask), reference(exact, mask), single(usual, mask)

@@ -1,7 +1,6 @@
 """Autoencoders with their defaults alone, on rows of a known dictionary; and what steers JumpReLU there."""
 
 import copy
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.nn.recover_dictionary import KINDS, SETTINGS, SHORT, Outcome, Setting, rows, train
@@ -129,8 +127,8 @@ def test_resumed_as_if_never_stopped(how: str, device: torch.device, tmp_path: P
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     steps(model, x[:12], optimizer)
     if how == "save":
-        nn.save(model, tmp_path)
-        again: Any = nn.load(tmp_path, device=device)
+        nn.save_sae(model, tmp_path)
+        again: Any = nn.load_sae(tmp_path, device=device)
     else:
         again = make(device, seed=1, warm_up=10)
         again.load_state_dict(copy.deepcopy(model.state_dict()))
@@ -152,9 +150,9 @@ def test_what_is_loaded_is_not_looked_for_again(device: torch.device, tmp_path: 
     again = make(device, seed=1)
     again.load_state_dict(fresh.state_dict())
     assert again.is_fresh
-    nn.save(fresh, tmp_path)
+    nn.save_sae(fresh, tmp_path)
     (tmp_path / "training_state.safetensors").unlink()
-    loaded: Any = nn.load(tmp_path, device=device)
+    loaded: Any = nn.load_sae(tmp_path, device=device)
     before = {name: p.clone() for name, p in loaded.named_parameters()}
     loaded.loss(x[0])
     assert all(torch.equal(p, before[name]) for name, p in loaded.named_parameters())
@@ -182,11 +180,11 @@ def test_parameters_are_in_the_units_of_x(factor: float, device: torch.device, t
     torch.testing.assert_close(model.loss(x[0]).reconstruction.double(), wanted, **close)
     # Decoder rows are as long as at first, so that one of them times a latent is a piece of x.
     assert 0.5 < model.W_dec.norm(dim=1).median() < 2
-    nn.save(model, tmp_path)
+    nn.save_sae(model, tmp_path)
     stored = load_file(tmp_path / "sae_weights.safetensors")
     assert all(torch.equal(stored[name], getattr(model, name).detach().cpu()) for name in names)
     (tmp_path / "training_state.safetensors").unlink()
-    plain: Any = nn.load(tmp_path, device=device).eval()
+    plain: Any = nn.load_sae(tmp_path, device=device).eval()
     for name in names[:-1]:
         assert torch.equal(getattr(plain, name), getattr(model, name)), name
     torch.testing.assert_close(plain(x[0]).double(), wanted, **close)
@@ -291,41 +289,6 @@ def test_a_cast_leaves_what_steers_wide(device: torch.device) -> None:
     assert model.W_enc.dtype is torch.bfloat16 and torch.equal(model.steering, before)
 
 
-def test_a_miss_is_said_once(device: torch.device) -> None:
-    """By whoever has a target, and sets something by hand that does not reach it."""
-    x = batches(80, device)
-    by_hand = {"penalty": "quadratic", "target_l0": TARGET, "l0_coefficient": 1e-4, "warm_up": 1}
-    model: Any = nn.JumpReLUSAE(D_IN, D_SAE, **by_hand, device=device)
-    steered: Any = make(device, warm_up=20)
-    for each in (model, steered):
-        each._watch.PATIENCE, each._watch.RATE = 55, 0.5
-    with pytest.warns(UserWarning, match=r"nn.JumpReLUSAE: L0 is .* after \d+ calls of loss, and target_l0 is 3"):
-        steps(model, x)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        steps(model, x)
-        steps(steered, x)
-    assert abs(steered.steering[2].item() / TARGET - 1) < 0.25
-
-
-def test_watching_costs_next_to_nothing(device: torch.device) -> None:
-    """What is launched for it in 100 calls."""
-
-    class Count(TorchDispatchMode):
-        launched = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.launched += 1
-            return func(*args, **(kwargs or {}))
-
-    watch, l0 = make(device)._watch, torch.tensor(TARGET, device=device)
-    assert watch is not None
-    with Count() as count:
-        for _ in range(100):
-            watch.see(l0)
-    assert count.launched <= 10
-
-
 @pytest.mark.parametrize(
     "options",
     [{"penalty": "quadratic"}, {"penalty": "tanh", "ste_to_input": True, "pre_act_coefficient": 3e-6}],
@@ -338,10 +301,7 @@ def test_published_recipes_reach_a_target(options: dict[str, Any], device: torch
 
 @pytest.mark.gpu
 def test_loss_without_a_sync(device: torch.device) -> None:
-    """Where it is watched, too."""
     x, model = batches(3, device), make(device, warm_up=1)
-    assert model._watch is not None
-    model._watch.PATIENCE, model._watch.TOLERANCE = 0, 1e9
     steps(model, x[:1])
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -122,7 +122,7 @@ def test_sparsify(
     for parameter in model.parameters():
         parameter.data += 0.2 * torch.randn_like(parameter)
     x = dense.sample(40, generator)
-    nn.save(model, tmp_path, layout="sparsify")
+    nn.save_sae(model, tmp_path, layout="sparsify")
     tensors = {name: t.to(device) for name, t in load_file(tmp_path / "sae.safetensors").items()}
     shapes = {"encoder.weight": (D_SAE, D_IN), "encoder.bias": (D_SAE,), "W_dec": (D_SAE, D_IN), "b_dec": (D_IN,)}
     assert {name: t.shape for name, t in tensors.items()} == shapes | ({"W_skip": (D_IN, D_IN)} if skip else {})
@@ -131,7 +131,7 @@ def test_sparsify(
     torch.testing.assert_close(model(x), sparsify(tensors, config, x), rtol=1e-4, atol=1e-5)
     config["transcode"] = transcode
     (tmp_path / "cfg.json").write_text(json.dumps(config))
-    again = nn.load(tmp_path, device=device)
+    again = nn.load_sae(tmp_path, device=device)
     assert type(again) is (nn.Transcoder if transcode or skip else nn.TopKSAE)
     torch.testing.assert_close(again(x), sparsify(tensors, config, x), rtol=1e-4, atol=1e-5)
 
@@ -146,8 +146,8 @@ def test_there_and_back(
         parameter.data += 0.2 * torch.randn_like(parameter)
     x = dense.sample(40, generator).to(dtype)
     model(x)
-    nn.save(model, tmp_path, layout="sparsify")
-    again = nn.load(tmp_path, device=device)
+    nn.save_sae(model, tmp_path, layout="sparsify")
+    again = nn.load_sae(tmp_path, device=device)
     assert type(again) is nn.Transcoder and repr(again) == repr(model)
     assert again.state_dict().keys() == model.state_dict().keys() and model.firing_counts.any()
     for name, tensor in model.state_dict().items():
@@ -159,16 +159,16 @@ def test_there_and_back(
 def test_sae_lens_is_not_fooled(device: torch.device, tmp_path: Path) -> None:
     """It has no TopK transcoder, and would read one as something else."""
     model = nn.Transcoder(D_IN, D_IN, D_SAE, 6, skip=True, device=device)
-    with pytest.raises(ValueError, match=r'nn\.save: layout="sae_lens" has no place .* Use layout="sparsify"'):
-        nn.save(model, tmp_path)
+    with pytest.raises(ValueError, match=r'nn\.save_sae: layout="sae_lens" has no place .* Use layout="sparsify"'):
+        nn.save_sae(model, tmp_path)
     assert not list(tmp_path.iterdir())
     sae_lens = pytest.importorskip("sae_lens")
     # Nor by the weights of an autoencoder that was there before.
-    nn.save(nn.TopKSAE(D_IN, D_SAE, 6), tmp_path)
-    nn.save(model, tmp_path, layout="sparsify")
+    nn.save_sae(nn.TopKSAE(D_IN, D_SAE, 6), tmp_path)
+    nn.save_sae(model, tmp_path, layout="sparsify")
     with pytest.raises((KeyError, ValueError, TypeError)):
         sae_lens.SAE.load_from_disk(tmp_path)
-    assert type(nn.load(tmp_path)) is nn.Transcoder
+    assert type(nn.load_sae(tmp_path)) is nn.Transcoder
     from gossamer.integrations.sae_lens import patch
 
     with pytest.raises(TypeError, match="got Transcoder"):
@@ -192,8 +192,8 @@ def test_one_process_of_a_group(skip: bool, device: torch.device, generator: tor
     torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         for got in (
-            nn.data_parallel(copy.deepcopy(model))(x, dense.targets(x)),
-            nn.shard(model).loss(x, dense.targets(x)),
+            nn.data_parallel_sae(copy.deepcopy(model))(x, dense.targets(x)),
+            nn.shard_sae(model).loss(x, dense.targets(x)),
         ):
             torch.testing.assert_close(got.loss, wanted.loss)
     finally:

@@ -55,9 +55,10 @@ def test_rounding(d: int, dtype: torch.dtype, device: torch.device, generator: t
         assert_close(actual, reference64=exact, plain=other)
 
 
+@pytest.mark.native
 def test_any_number_of_times() -> None:
     """Second and third derivatives, in all that they depend on. float64 runs on the CPU."""
-    x, y = (torch.randn(3, 5, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    x, y = (torch.randn(2, 3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     assert torch.autograd.gradcheck(squared_error, (x, y))
     assert torch.autograd.gradgradcheck(squared_error, (x, y))
     assert torch.autograd.gradgradcheck(lambda x, y: slope(squared_error, x, y), (x * 0.1, y * 0.1))

@@ -29,7 +29,7 @@ def test_decoders(kind: str, device: torch.device) -> None:
     for hook in hooks:
         hook.remove()
     patch(model, sparse=True)
-    layers = sparsity.statistics(model, [batch])
+    layers = sparsity.report(model, [batch], measure=False).layers
     assert len(layers) == len(fired) == 2
     for found, bits in zip(layers.values(), fired, strict=True):
         bits = bits[mask != 0]
@@ -69,7 +69,7 @@ def test_both_sides(device: torch.device) -> None:
     model, ids = make("T5", device), tokens(device)
     patch(model, sparse=True)
     other = ids[:, :4] // 2
-    layers = sparsity.statistics(model, [{"input_ids": ids, "decoder_input_ids": other}])
+    layers = sparsity.report(model, [{"input_ids": ids, "decoder_input_ids": other}], measure=False).layers
     for name, found in layers.items():
         read = other if name.startswith("decoder") else ids
         assert torch.equal(found.token_tokens, torch.bincount(read.flatten(), minlength=97))

@@ -226,6 +226,21 @@ def test_on_lists_of_active_entries_it_learns_the_same(corpus: Corpus, tmp_path:
             assert a[key] == pytest.approx(b[key], rel=2e-3, abs=1e-5), (a["step"], key)
 
 
+def test_a_step_that_overflows_lists_is_refused_before_the_optimizer(corpus: Corpus, tmp_path: Path) -> None:
+    """Lists have room for 16 of 44 neurons, of which half are active at first."""
+    run = Run(replace(SMALL, method="gather", on_overflow="raise"), corpus, tmp_path / "run")
+    before = {name: tensor.clone() for name, tensor in run.model.state_dict().items()}
+    with pytest.raises(OverflowError, match=r"in step 1, \d+ of 32 tokens of layer \d .*allows 4.* those of step 0"):
+        run.train()
+    assert run.step == 0 and all(torch.equal(before[name], t) for name, t in run.model.state_dict().items())
+    whole = [Run(replace(SMALL, on_overflow=rule), corpus, tmp_path / rule) for rule in train.config.ON_OVERFLOW]
+    for run in whole:
+        run.train()
+    assert curve(tmp_path / "raise") == curve(tmp_path / "compute")
+    with pytest.raises(ValueError, match=r"on_overflow must be one of compute, raise, got 'drop'"):
+        replace(SMALL, on_overflow="drop")
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_blocks_go_on_lists_once_few_neurons_are_active(corpus: Corpus, tmp_path: Path) -> None:
     """And those of a run that goes on between two choices, as those of one that was not stopped."""

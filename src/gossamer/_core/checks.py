@@ -66,7 +66,7 @@ def floating(operator: str, **given: Tensor) -> None:
 
 
 def _refuse_transforms(operator: str) -> None:
-    """torch.func.vmap alone calls an operator once for each item; what differentiates does not know operators."""
+    """torch.func.vmap alone calls an operator once for each item; transforms that differentiate know no operators."""
     if any(transform.key() == _FUNC_GRAD for transform in torch._C._functorch.get_interpreter_stack() or ()):
         raise NotImplementedError(
             f"{operator}: torch.func.grad, vjp, jacrev and hessian are not implemented. Use torch.autograd.grad, "
@@ -75,7 +75,7 @@ def _refuse_transforms(operator: str) -> None:
 
 
 def module_input(operator: str, argument: str, x: Tensor, weight: Tensor, letters: str, size: int) -> None:
-    """x is `[..., letters]` of that size, and what the weights of a module can be multiplied with."""
+    """x is `[..., letters]` of that size, and the weights of a module can be multiplied with it."""
     if isinstance(x, Tensor) and x.dtype is weight.dtype and x.shape[-1:] == (size,):
         return
     floating(operator, **{argument: x})
@@ -167,8 +167,8 @@ def number(operator: str, argument: str, value: float, hint: str, zero: bool = F
 
 
 def finite_start(operator: str, found: Tensor) -> None:
-    """What a module found in the x that it starts from has no NaN. Waits for the device, and looks at nothing where it
-    must not wait, under torch.compile and capture."""
+    """The statistics of the x that a module starts from have no NaN. Waits for the device, and looks at nothing
+    where it must not wait, under torch.compile and capture."""
     if torch.compiler.is_compiling() or type(found) is not Tensor or found.is_meta or capturing():
         return
     if not bool(found.isfinite().all()):
@@ -181,7 +181,7 @@ def finite_start(operator: str, found: Tensor) -> None:
 
 def capturing() -> bool:
     """Whether a CUDA graph is being captured, where nothing may wait for the device."""
-    # Asked in every call, and `is_available` asks the environment. What compiles waits for nothing.
+    # Asked in every call, and `is_available` asks the environment. A compiler waits for nothing.
     if torch.compiler.is_compiling() or not torch.cuda.is_initialized():
         return False
     return torch.cuda.is_current_stream_capturing()

@@ -26,7 +26,7 @@ class NotCompiled(Exception):
 
 
 class _Walk(threading.local):
-    """What launches of this thread do: they raise `NotCompiled` rather than compile, or compile in a pool and run
+    """The launches of this thread: they raise `NotCompiled` rather than compile, or compile in a pool and run
     nothing."""
 
     raises = False
@@ -57,8 +57,8 @@ def _watched() -> bool:
 def together(function: Callable[..., T]) -> Callable[..., T]:
     """`function`, whose kernels are compiled side by side where some are not yet.
 
-    Until they are, it is begun up to three times. So it must change nothing that it is given, and must not look at what
-    a kernel computes, on the host or as an index of PyTorch's own functions. Where somebody sees each step of it, as
+    Until they are, it is begun up to three times. So it must change nothing that it is given, and must not look at
+    results of kernels, on the host or as an index of PyTorch's own functions. Where somebody sees each step of it, as
     gradient checkpointing does, it is called once, and its kernels are compiled one after another.
     """
 

@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,22 +12,25 @@ from safetensors import SafetensorError
 
 
 def make_folder(operator: str, argument: str, folder: Path) -> None:
-    """Makes a folder, if it is not there; raises ValueError where a file is in its way."""
+    """Makes a folder, if it is not there; raises ValueError where it, or a file in it, cannot be made: at once, and not
+    after a long run."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-    except (FileExistsError, NotADirectoryError) as error:
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
         raise ValueError(
-            f"{operator}: {argument} must be a folder, or free to become one, got {folder}: {error.strerror}. "
-            "Name another one."
+            f"{operator}: {argument} must be a folder that can be written to, got {folder}: {error.strerror}. Name "
+            "another one."
         ) from error
 
 
 def write_whole(operator: str, file: Path, partial: Path, write: Callable[[Path], Any]) -> None:
     """Has `write` fill a file in a folder of its own, `partial`, and moves it to its place once the disk has it: even a
-    power cut leaves the old file or the new one. In a folder, because what `write` calls may begin with a file of
-    another name beside the one that it is asked for, as safetensors does.
+    power cut leaves the old file or the new one. In a folder, because `write` may begin with a file of another name
+    beside the one that it is asked for, as safetensors does.
 
-    Raises OSError that names the file, with the errno of what the system refused.
+    Raises OSError that names the file, with the errno of the system.
     """
     inside = partial / file.name
     try:
@@ -65,7 +69,7 @@ def _unwritten(operator: str, file: Path, error: OSError | SafetensorError) -> O
     elif found := re.search(r"([^:]+) \(os error (\d+)\)", reason):
         reason, number = found[1].strip(), int(found[2])
     message = (
-        f"{operator}: {file} could not be written: {reason}. Free space, or mend what the system refuses, and "
+        f"{operator}: {file} could not be written: {reason}. Free space, or mend the cause, and "
         "make the same call again."
     )
     return OSError(message) if number is None else OSError(number, message)

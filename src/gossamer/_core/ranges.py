@@ -1,6 +1,6 @@
 """Named ranges around steps, for profilers: PyTorch's where it runs, else NVTX for NVIDIA's.
 
-A range is for what a module or launcher does in several steps; an operator's own name shows without one.
+A range is for several steps of a module or launcher; an operator's own name shows without one.
 """
 
 import os

@@ -1,6 +1,6 @@
 """Values that a first run under gradient checkpointing used, kept for the run that computes it again.
 
-A module whose state moves from call to call (what it counts, steers by or knows of densities) has to compute again with
+A module whose state moves from call to call (counts, steering, densities) has to compute again with
 the state of the first run, however many calls came between. `torch.utils.checkpoint(use_reentrant=False)` has one frame
 for both runs, which its hooks hold. Values lie on that frame in the order of the calls, and are freed with it. Other
 recomputations (a reentrant checkpoint, a checkpoint within one that runs again, an `autograd.Function`) have no such
@@ -33,13 +33,13 @@ def remembered(
     lost: Callable[[], Value],
     keep: Callable[[Value], Value] = lambda value: value,
 ) -> Value:
-    """make(), or in a recomputation what it was in the first run.
+    """make(), or in a recomputation the value of the first run.
 
     Args:
-        owner: who asks; each asks in the same order in both runs.
-        make: what a first run uses, and every call outside of a checkpoint.
-        lost: what a recomputation does whose first run was not seen.
-        keep: from a value to what may be kept of it, where it would change.
+        owner: the asking module; each asks in the same order in both runs.
+        make: gives the value of a first run, and of every call outside of a checkpoint.
+        lost: gives the value of a recomputation whose first run was not seen.
+        keep: from a value to a copy that may be kept, where it would change.
     """
     if torch.compiler.is_compiling():
         return make()

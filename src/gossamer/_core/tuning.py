@@ -1,4 +1,4 @@
-"""What a GPU sustains and what it can do. Tiles, splits and thresholds stand beside the operators that follow them.
+"""The rates and abilities of GPUs. Tiles, splits and thresholds stand beside the operators that follow them.
 
 Rates of Hopper are measured (see benchmarks/results); those of any other GPU are a guess by the number of its
 multiprocessors, and `gossamer doctor` says so. Nothing is searched at run time: a kernel compiles once per dtype and
@@ -17,7 +17,7 @@ from gossamer._core.ops import INTERPRET
 
 @dataclass(frozen=True)
 class Rates:
-    """What one GPU sustains: bytes/s of copies and of row gathers, FLOP/s of dense products by precision."""
+    """The rates of one GPU: bytes/s of copies and of row gathers, FLOP/s of dense products by precision."""
 
     copy: float
     gather: float

@@ -27,6 +27,6 @@ def _count(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if torch.compiler.is_compiling():
         return
     for group in optimizer.param_groups:
-        # None is what PyTorch never takes for True; other optimizers, which have no such entry, count by themselves.
+        # PyTorch never takes None for True; other optimizers, which have no such entry, count by themselves.
         if group.get("fused"):
             increment_version([parameter for parameter in group["params"] if parameter.grad is not None])

@@ -62,10 +62,10 @@ def sparse_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over the keys that each query takes.
 
-    The last query stands beside the last key: beside key Tk - 1, or with `lengths` beside key lengths[b] - 1, where the
-    first stands beside the first if a sequence has fewer keys than there are queries. A query that takes no key gives
-    zeros, and has no gradient. A value that is NaN or infinite reaches each query of a block of 128 that has one who
-    takes it.
+    The last query stands beside the last key: query i beside key i + Tk - Tq, or with `lengths` beside key i +
+    max(lengths[b] - Tq, min(Tk - Tq, 0)), so that in a padded batch, of as many queries as keys, query i stands beside
+    key i. A query that takes no key, as one in front of all keys, gives zeros, and has no gradient. A value that is NaN
+    or infinite reaches each query of a block of 128 that has one who takes it.
 
     Args:
         q: `[B, H, Tq, D]`, float, D at most 256; any strides.

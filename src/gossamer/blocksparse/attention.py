@@ -56,7 +56,8 @@ def attention(
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
         mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or a `BlockSparseTensor` of this layout.
-            Where one of mask and bias is dense and the other is not, the layout's blocks of the dense one are taken.
+            Where one of mask and bias is dense and the other holds blocks, the layout's blocks of the dense one are
+            taken.
         bias: added to the scores, float, differentiable, in the same two forms; on the GPU it is read in its dtype.
         relative: one or several `Relative`, tables by relative positions: what a query makes of them is added to its
             scores, before these are scaled. Differentiable in the tables. R numbers a query and term are kept.
@@ -178,24 +179,22 @@ def steps_of(layout: Layout, b: int, h: int) -> tuple[int, int]:
     return (wide[1] if wide[0] > 1 else 0), int(wide[1] > 1)
 
 
-def _extra(q: Tensor, k: Tensor, layout: Layout, mask: Any, bias: Any) -> Tensor | None:
-    """The numbers that are added to the scores, or the bools that say which take part: `[1 or B, 1 or H, Tq, Tk]`, or
-    the layout's blocks."""
-    taken, added = (_shaped(q, k, layout, name, x) for name, x in (("mask", mask), ("bias", bias)))
-    checks.same_device(_NAME, "q", q.device, mask=taken, bias=added)
-    if taken is not None and taken.dtype is not torch.bool:
+def _extra(q: Tensor, k: Tensor, layout: Layout, given_mask: Any, given_bias: Any) -> Tensor | None:
+    """The bias, or the mask of scores that take part: `[1 or B, 1 or H, Tq, Tk]`, or the layout's blocks."""
+    mask, bias = (_shaped(q, k, layout, name, x) for name, x in (("mask", given_mask), ("bias", given_bias)))
+    if mask is not None and mask.dtype is not torch.bool:
         raise TypeError(
-            f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(taken.dtype)}. Give numbers as bias."
+            f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}. Give numbers as bias."
         )
-    if added is not None:
-        checks.floating(_NAME, bias=added)
-    if taken is None or added is None:
-        return added if taken is None else taken
-    if taken.dim() > added.dim():
-        taken = _blocks(layout, "mask", taken.to(added.dtype)) != 0
-    elif taken.dim() < added.dim():
-        added = _blocks(layout, "bias", added)
-    return torch.where(taken, added, -torch.inf)
+    if bias is not None:
+        checks.floating(_NAME, bias=bias)
+    if mask is None or bias is None:
+        return bias if mask is None else mask
+    if mask.dim() > bias.dim():
+        mask = _blocks(layout, "mask", mask.to(bias.dtype)) != 0
+    elif mask.dim() < bias.dim():
+        bias = _blocks(layout, "bias", bias)
+    return torch.where(mask, bias, -torch.inf)
 
 
 def _blocks(layout: Layout, name: str, x: Tensor) -> Tensor:
@@ -209,21 +208,22 @@ def _blocks(layout: Layout, name: str, x: Tensor) -> Tensor:
     return from_dense(x.expand(*lead, -1, -1).reshape(layout.dense_shape), layout).values
 
 
-def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Tensor | BlockSparseTensor | None) -> Tensor | None:
-    """A dense operand with four dimensions, or the values of a block-sparse one, which have three."""
+def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Any) -> Tensor | None:
+    """A dense tensor in four dimensions, the values of a block-sparse one."""
+    if x is None:
+        return None
     if isinstance(x, BlockSparseTensor):
         if not x.layout.is_same(layout):
             raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
         return x.values
     checks.tensors(_NAME, **{name: x})
-    if x is None:
-        return None
+    checks.same_device(_NAME, "q", q.device, **{name: x})
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     wide = (1,) * (4 - x.dim()) + tuple(x.shape)
     if len(wide) != 4 or any(n not in (1, m) for n, m in zip(wide, full)):
         raise ValueError(
-            f"{_NAME}: {name} must broadcast to [B, H, Tq, Tk] = {list(full)}, or be a BlockSparseTensor of layout, "
-            f"got {list(x.shape)}."
+            f"{_NAME}: {name} must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(x.shape)}. Give blocks as a "
+            "BlockSparseTensor of the layout."
         )
     return x.reshape(wide).expand(*wide[:2], *full[2:])
 

@@ -35,7 +35,7 @@ def softmax(
         Differentiable once in x; the same bits in each run.
 
     Raises:
-        ValueError: mask has another shape or device, or scale is not finite.
+        ValueError: mask has another shape, device or layout, or scale is not finite.
         TypeError: x is no `BlockSparseTensor` or not floating, or mask is not bool.
 
     Source: Schön and Tompits, blksprs, section 3.2.2.
@@ -53,24 +53,24 @@ def softmax(
     return replace(x, values=_softmax(call))
 
 
-def _mask(x: BlockSparseTensor, mask: Tensor | BlockSparseTensor) -> Tensor:
+def _mask(x: BlockSparseTensor, mask: Any) -> Tensor:
     """`[1 or Z, 1 or M, 1 or N]`, or blocks with one dimension more, `[1, capacity, height, width]`."""
-    stored = isinstance(mask, BlockSparseTensor)
-    if isinstance(mask, BlockSparseTensor):
+    blocks = isinstance(mask, BlockSparseTensor)
+    if blocks:
         if not mask.layout.is_same(x.layout):
-            raise ValueError(f"{_NAME}: mask must have the layout of x, got {mask.layout.summary()}.")
+            raise ValueError(f"{_NAME}: mask must have the layout of x, got another one.")
         mask = mask.values
     checks.tensors(_NAME, mask=mask)
     checks.same_device(_NAME, "x", x.device, mask=mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}.")
-    if stored:
+    if blocks:
         return mask[None]
     own = (1,) * (len(x.shape) - mask.dim()) + tuple(mask.shape)
     if len(own) != len(x.shape) or any(n not in (1, m) for n, m in zip(own, x.shape)):
         raise ValueError(
-            f"{_NAME}: mask must broadcast to [..., M, N] = {list(x.shape)}, or be a BlockSparseTensor of its layout, "
-            f"got {list(mask.shape)}."
+            f"{_NAME}: mask must broadcast to [..., M, N] = {list(x.shape)}, got {list(mask.shape)}. Give blocks as a "
+            "BlockSparseTensor of x's layout."
         )
     mask = mask.reshape(own)
     if any(n > 1 for n in own[:-2]):

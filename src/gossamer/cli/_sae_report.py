@@ -54,7 +54,7 @@ def render(found: Extraction, latents: dict[str, list[int]]) -> str:
     )
     body = "\n".join(
         (
-            f"<header><h1>{name}</h1><p>What the latents of a sparse autoencoder did on {found.rows:,} rows of "
+            f"<header><h1>{name}</h1><p>The latents of a sparse autoencoder on {found.rows:,} rows of "
             f"activations.{excluded}</p></header>",
             tiles(figures),
             f"<h2>How often latents fire</h2><figure>{_rates(found)}</figure>",

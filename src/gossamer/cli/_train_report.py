@@ -25,7 +25,7 @@ SETTLED = 0.1
 
 @dataclass(frozen=True)
 class Found:
-    """A run: its name, configuration, the records of its steps, and what `results.json` says of its device."""
+    """A run: its name, configuration, the records of its steps, and the entry of its device in `results.json`."""
 
     name: str
     config: Config

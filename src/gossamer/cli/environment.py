@@ -1,11 +1,10 @@
-"""Versions, hardware, driver and commit, without which a measurement says nothing."""
+"""Versions, hardware and driver."""
 
 from __future__ import annotations
 
 import os
 import platform
 import subprocess
-from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -48,37 +47,8 @@ def describe(device: torch.device) -> dict[str, Any]:
         "l2_bytes": properties.L2_cache_size,
         "multiprocessors": properties.multi_processor_count,
         "runtime": f"CUDA {torch.version.cuda}" if torch.version.cuda else f"ROCm {torch.version.hip}",
-        "driver": _first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
+        "driver": first_line("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
     }
-
-
-def provenance(command: str, root: Path, device: torch.device) -> dict[str, Any]:
-    """The head of a file of results: command, time of its start, commit at `root`, versions and hardware."""
-    return {
-        "command": command,
-        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "commit": commit(root),
-        "versions": versions(),
-        "device": describe(device),
-    }
-
-
-def commit(root: Path) -> str | None:
-    """The git commit of the checkout at `root` or around it, with `+` where tracked files differ from it.
-
-    None unless git tracks the package there: an installed one may lie in the `.venv` of any project.
-    `GOSSAMER_COMMIT` in the environment stands in for it where the tree was copied without its history.
-    """
-    if "GOSSAMER_COMMIT" in os.environ:
-        return os.environ["GOSSAMER_COMMIT"]
-    git = ("git", "-C", str(root))
-    if _first_line(*git, "ls-files", "--error-unmatch", gossamer.__file__) is None:
-        return None
-    head = _first_line(*git, "rev-parse", "--short=12", "HEAD")
-    if head is None:
-        return None
-    changed = _first_line(*git, "status", "--porcelain", "--untracked-files=no")
-    return head + ("+" if changed else "")
 
 
 def _cpu_name() -> str:
@@ -90,7 +60,8 @@ def _cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def _first_line(*command: str) -> str | None:
+def first_line(*command: str) -> str | None:
+    """The first line that a command prints, or None where it fails or prints none."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -20,9 +20,8 @@ from torch import distributed
 
 from gossamer import extract as extraction
 from gossamer import nn
-from gossamer._core.files import write_whole
+from gossamer._core.files import make_folder, write_whole
 from gossamer.cli.environment import resolve_device
-from gossamer.cli.folder import make_folder
 from gossamer.cli.page import visible
 from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
@@ -35,7 +34,7 @@ sae = typer.Typer(
 @sae.command()
 def extract(
     autoencoder: Path = typer.Argument(
-        metavar="SAE", help="Folder of the autoencoder, as nn.save, SAELens or sparsify writes it."
+        metavar="SAE", help="Folder of the autoencoder, as nn.save_sae, SAELens or sparsify writes it."
     ),
     source: list[Path] = typer.Argument(
         help="Activations: .safetensors and .npy files, or folders of them, in order. With --model: text files "
@@ -145,7 +144,7 @@ def report(
         None, help="Latents to show, such as 1,5,9; default: the busiest, and a random sample that is always the same."
     ),
 ) -> None:
-    """Write a page on what latents do: how often, how strongly and, where the text is known, on what they fire.
+    """Write a page on latents: how often, how strongly and, where the text is known, on which text they fire.
 
     It verifies the statistics; `check` verifies the shards, from which the text comes.
     """
@@ -154,7 +153,7 @@ def report(
     with _told("report"):
         found, out = Extraction(folder), out or folder
         chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
-        make_folder(out, "gossamer sae report")
+        make_folder("gossamer sae report", "--out", out)
         content, file = render(found, chosen), out / "index.html"
         write_whole(
             "gossamer sae report", file, out / "index.html.partial", lambda path: path.write_text(content, "utf-8")
@@ -246,42 +245,41 @@ def _show_one(console: Console, found: Extraction, feature: int, rows: int) -> N
     if not fired:
         return
     console.print(f"largest magnitude {float(found.maximum[feature]):.4g}")
-    table = Table(title="magnitudes", title_justify="left")
-    table.add_column("from", justify="right")
-    table.add_column("rows", justify="right")
-    table.add_column("")
     counts = found.histogram[feature].tolist()
-    for octave, count in enumerate(counts):
-        if count:
-            length = round(40 * count / max(counts))
-            table.add_row(f"{found.magnitude(octave):.3g}", f"{count:,}", "#" * max(length, 1))
-    console.print(table)
-    table = Table(title="where it is largest", title_justify="left")
-    table.add_column("row", justify="right")
-    table.add_column("magnitude", justify="right")
-    if found.has_text:
-        # Folded: text without spaces would be cut off before the token.
-        table.add_column("text", overflow="fold")
-    for position, value in list(zip(found.top_positions[feature].tolist(), found.top_values[feature].tolist()))[:rows]:
-        if position >= 0:
-            table.add_row(f"{position:,}", f"{value:.4g}", *_marked(found, position))
-    if table.row_count:
-        console.print(table)
+    octaves = [
+        (f"{found.magnitude(octave):.3g}", f"{count:,}", "#" * max(round(40 * count / max(counts)), 1))
+        for octave, count in enumerate(counts)
+        if count
+    ]
+    console.print(_table("magnitudes", ("from", "rows", ""), octaves))
+    largest = list(zip(found.top_positions[feature].tolist(), found.top_values[feature].tolist()))[:rows]
+    names = ("row", "magnitude", "") if found.has_text else ("row", "magnitude")
+    places = [(f"{row:,}", f"{value:.4g}", *_marked(found, row)) for row, value in largest if row >= 0]
+    if places:
+        console.print(_table("where it is largest", names, places))
 
 
 def _show_all(console: Console, found: Extraction, rows: int) -> None:
     console.print(repr(found))
     console.print(_summary(found))
-    table = Table(title="the latents that fire most", title_justify="left")
-    for name in ("latent", "rows", "share", "largest"):
-        table.add_column(name, justify="right")
     order = found.firing_counts.argsort(descending=True, stable=True)[:rows].tolist()
-    for latent in order:
-        count = int(found.firing_counts[latent])
-        if count:
-            share = f"{count / max(found.rows, 1):.3%}"
-            table.add_row(str(latent), f"{count:,}", share, f"{float(found.maximum[latent]):.4g}")
-    console.print(table)
+    shown = [
+        (str(latent), f"{count:,}", f"{count / max(found.rows, 1):.3%}", f"{float(found.maximum[latent]):.4g}")
+        for latent in order
+        if (count := int(found.firing_counts[latent]))
+    ]
+    console.print(_table("the latents that fire most", ("latent", "rows", "share", "largest"), shown))
+
+
+def _table(title: str, names: tuple[str, ...], rows: list[tuple[Any, ...]]) -> Table:
+    """A table of numbers, but for a column without a name."""
+    table = Table(title=title, title_justify="left")
+    for name in names:
+        # Folded: text without spaces would be cut off before the token.
+        table.add_column(name, justify="right" if name else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def _summary(found: Extraction) -> str:
@@ -294,7 +292,7 @@ def _summary(found: Extraction) -> str:
 def _load(folder: Path, device: str) -> Any:
     """The SAE as a module of `nn`, or, for an architecture that is not there, of SAELens."""
     try:
-        return nn.load(folder, device=device).eval()
+        return nn.load_sae(folder, device=device).eval()
     except OnlyInSAELens as error:
         try:
             from sae_lens import SAE, TrainingSAE

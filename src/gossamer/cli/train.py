@@ -17,9 +17,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from torch import distributed
 
 from gossamer import train as training
+from gossamer._core.files import make_folder
 from gossamer.cli.energy import energy_counter
 from gossamer.cli.environment import describe, resolve_device
-from gossamer.cli.folder import make_folder
 
 train = typer.Typer(
     no_args_is_help=True, add_completion=False, help="Train transformers whose feed-forward blocks become sparse."
@@ -49,7 +49,7 @@ def pack(
     with _told("pack"):
         if bool(text) == bool(dataset):
             raise ValueError("gossamer train pack: give either TEXT or --dataset, and not both.")
-        make_folder(out, "gossamer train pack")
+        make_folder("gossamer train pack", "--out", out)
 
         def read() -> Iterable[str]:
             return training.read_dataset(dataset) if dataset else training.read_text(text)
@@ -89,7 +89,7 @@ def run(
     ),
     set_: list[str] = typer.Option([], "--set", help="Any other field of train.Config, as --set length=512."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
-    checkpoint_every: int = typer.Option(100, min=1, help="Steps between checkpoints."),
+    checkpoint_every: int = typer.Option(100, min=1, help="Steps between checkpoints, and between reports."),
     keep: int = typer.Option(2, min=1, help="Checkpoints that stay."),
     validate_every: int = typer.Option(0, min=0, help="Steps between validations; 0: one at the end."),
     profile: bool = typer.Option(False, help="Write a trace of four steps to profile.json."),
@@ -127,8 +127,14 @@ def run(
         )  # fmt: skip
         console.print(_introduced(config, tokens, whole.step), markup=False)
         begun, first = joules() if joules else 0, whole.step
+
+        def page(record: dict[str, float]) -> None:
+            if record["step"] % checkpoint_every == 0:
+                _report([out], out / "report.html")
+
+        writers = [*_writers(log, out), page] if rank == 0 else []
         with _bar(console) as bar:
-            whole.train(_shower(bar, config, whole.step, _writers(log, out) if rank == 0 else []))
+            whole.train(_shower(bar, config, whole.step, writers))
         if rank == 0:
             found = {"device": describe(chosen), "parameters": config.parameters}
             if joules and whole.step > first:
@@ -251,7 +257,7 @@ def _ranks() -> Iterator[tuple[int, str | None]]:
 
 @contextmanager
 def _told(command: str) -> Iterator[None]:
-    """Says in one line what a user can mend."""
+    """Turns errors that a user can mend into one line."""
     try:
         yield
     except KeyboardInterrupt:
@@ -261,6 +267,6 @@ def _told(command: str) -> Iterator[None]:
         raise typer.BadParameter(f"gossamer train {command}: {error.name} is missing: {extra}.") from error
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(str(error)) from error
-    except (FloatingPointError, OSError) as error:
+    except (FloatingPointError, OverflowError, OSError) as error:
         Console(stderr=True).print(f"gossamer train {command}: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from None

@@ -17,15 +17,10 @@ from gossamer import rowsparse
 from gossamer._core import checks, files
 from gossamer._core.modes import evaluating
 from gossamer.extract import folder as disk
-from gossamer.extract import source_files
-from gossamer.extract.begin import begin
 from gossamer.extract.extraction import Extraction
-from gossamer.extract.lock import Lock
 from gossamer.extract.ranks import Ranks
-from gossamer.extract.seal import checksum, raw
-from gossamer.extract.source import Source, head
+from gossamer.extract.source import Source, raw
 from gossamer.extract.statistics import Statistics
-from gossamer.extract.verify import complain, faults
 from gossamer.extract.writer import Shard, Writer
 from gossamer.rowsparse import CSR, ELL
 from gossamer.rowsparse.formats import offsets_of
@@ -49,9 +44,8 @@ def extract(
 
     A run can be killed at any moment: the same call verifies the files by their checksums and goes on where the last
     whole shard ended. In the end the files have the bytes of a run that was never interrupted (on the same kind of
-    device, versions and number of threads). The call makes a damaged or missing manifest again from the shards.
-    Memory holds two batches and the entries of two shards, whatever the source's size: one is read, and one written,
-    while another is encoded.
+    device, versions and number of threads). Memory holds two batches and the entries of two shards, whatever the
+    source's size: one is read, and one written, while another is encoded.
 
     Where `torch.distributed` is initialised, all ranks call it with the same arguments, on a file system that they
     share, and divide the rows by whole shards. The files are those of one process, and a run that was stopped goes on
@@ -62,8 +56,8 @@ def extract(
             them, which are mapped; `integrations.transformers.Activations`, or another object with `len(source)` rows
             and `rows_from(start)`, which gives the batches from a row on; or an iterable of batches `[..., d_in]`,
             which must come again from the start when a run is resumed. Rows at the beginning of finished shards are
-            compared with those of the first run, also where that is finished; of files, sizes and times too. Where a
-            source knows its tokens, they are written beside the rows.
+            compared with those of the first run, also where that is finished. Where a source knows its tokens, they
+            are written beside the rows.
         sae: a module with `encode(x)` to row-sparse or dense latents, and `W_enc` `[d_in, d_sae]`: `nn.TopKSAE`,
             `nn.JumpReLUSAE`, or an SAE of SAELens. Batches go to its device and dtype.
         out: the folder of shards. Made if it is not there.
@@ -102,15 +96,14 @@ def extract(
         for array in rows.arrays or ():
             if array.path is not None and array.path.resolve().parent == folder.resolve():
                 raise ValueError(f"{operator}: out must be another folder than that of the source, got {folder}.")
-        lock = stack.enter_context(closing(Lock(operator, folder)))
-        ranks.share(lambda: _begin(operator, folder, lock, ranks, settings, rows) if ranks.rank == 0 else None)
-        if ranks.size > 1:
-            # Held by each of them, for one that lives on after the others still writes.
-            ranks.share(lambda: lock.take(shared=True))
+        if ranks.rank == 0:
+            ranks.share(lambda: _begin(operator, folder, stack, settings, rows))
+        else:
+            ranks.share(lambda: None)
         manifest = disk.read_manifest(operator, folder)
         assert manifest is not None
         ranks.share(lambda: _verify(operator, folder, ranks, manifest, rows.length, progress))
-        _same_source(operator, folder, ranks, manifest, rows, shard_rows)
+        _same_source(operator, folder, ranks, [shard["source"] for shard in manifest["shards"]], rows, shard_rows)
         if manifest["complete"]:
             return Extraction(folder)
         device = sae.W_enc.device
@@ -121,9 +114,9 @@ def extract(
         stack.enter_context(evaluating(sae))
         writer = stack.enter_context(closing(Writer(folder, manifest, totals, rows.text, ranks)))
         while not complete:
-            # Round by round, a shard each, so that whatever a round is stopped at, whole rounds are left.
+            # Round by round, a shard each, so that a stopped run leaves whole rounds.
             begun = number * shard_rows
-            shard = Shard(number + ranks.rank, begun + ranks.rank * shard_rows, statistics, writer.hashing)
+            shard = Shard(number + ranks.rank, begun + ranks.rank * shard_rows, statistics)
             for batch in rows.read(shard.first, shard_rows):
                 with torch.no_grad():
                     shard.append(batch, _entries(sae.encode(batch)))
@@ -205,19 +198,16 @@ def _alike(operator: str, ranks: Ranks, mine: dict[str, Any]) -> None:
     ranks.share(compare)
 
 
-def _begin(operator: str, folder: Path, lock: Lock, ranks: Ranks, settings: dict[str, Any], rows: Source) -> None:
-    """Takes the folder and removes unfinished files of an interrupted run, or finds that it is another run's."""
-    lock.take()
-    manifest = begin(operator, folder, settings, rows.text)
+def _begin(operator: str, folder: Path, stack: ExitStack, settings: dict[str, Any], rows: Source) -> None:
+    """Takes the folder for the time of the call, or finds that it belongs to another run."""
+    stack.enter_context(disk.locked(operator, folder))
+    manifest = disk.begin(operator, folder, settings, rows.text)
     done = sum(shard["rows"] for shard in manifest["shards"])
     if rows.length is not None and (done > rows.length or (manifest["complete"] and done != rows.length)):
         state = "is complete with" if manifest["complete"] else "holds"
         raise ValueError(
             f"{operator}: {folder} {state} {done} rows, and the source has {rows.length}. Name another folder for it."
         )
-    source_files.compare(operator, folder, rows.arrays or (), done)
-    if ranks.size > 1:
-        lock.take(shared=True)
 
 
 def _entries(latents: Any) -> CSR:
@@ -278,49 +268,35 @@ def _verify(
         if progress is not None:
             progress(done[min((number + 1) * ranks.size, len(done)) - 1], length)
 
-    if wrong := faults(operator, folder, shards[ranks.rank :: ranks.size], verified):
-        complain(operator, folder, wrong)
+    if wrong := disk.faults(operator, folder, shards[ranks.rank :: ranks.size], verified):
+        disk.complain(operator, folder, wrong)
 
 
-def _same_source(
-    operator: str, folder: Path, ranks: Ranks, manifest: dict[str, Any], rows: Source, shard_rows: int
-) -> None:
-    """Compares rows at the beginning of finished shards with those that they were made of.
-
-    Of every shard where rows lie in memory or in files; of the first and the last where a model has to make them; of an
-    iterator as they pass.
-    """
-    batch = rows.first()
-    _alike(operator, ranks, {"source": None if batch is None else checksum(head(batch))})
-    known = [shard["source"] for shard in manifest["shards"]]
-    if batch is None and not known and rows.length is None:
-        raise _without_rows(operator)
-
-    def compare(first: int, found: Tensor | None) -> None:
-        if first % shard_rows or first // shard_rows >= len(known):
-            return
-        if found is None or checksum(head(found)) != known[first // shard_rows]:
-            raise ValueError(
-                f"{operator}: {folder} was begun with another source: its rows from {first} on differ. Name another "
-                "folder, or give the same rows from the start."
-            )
-
-    # An iterator that gives nothing has perhaps given everything before: of a finished run nothing more is needed.
-    if batch is not None or rows.length is not None:
-        ranks.share(lambda: compare(0, batch))
-    rows.passing = compare
-    places = range(shard_rows, len(known) * shard_rows, shard_rows)
+def _same_source(operator: str, folder: Path, ranks: Ranks, known: list[str], rows: Source, shard_rows: int) -> None:
+    """Compares rows at the beginning of finished shards with those that the shards were made of: of every shard where
+    rows lie in memory or in files, of the first and the last where a model makes them, of the first in an iterator."""
+    first = rows.first()
+    _alike(operator, ranks, {"source": first})
+    if first is None and rows.length is None:
+        if not known:
+            raise _without_rows(operator)
+        # An iterator that gives nothing has perhaps given everything before: of a finished run nothing more is needed.
+        return
+    places = list(range(0, len(known) * shard_rows, shard_rows))
     if rows.arrays is None:
-        places = places[-1:] if rows.length is not None else places[:0]
+        places = sorted({*places[:1], *places[-1:]}) if rows.length is not None else places[:1]
 
-    def look() -> None:
-        for first in places:
-            if first // shard_rows % ranks.size == ranks.rank:
-                compare(first, rows.head(first))
-        if ranks.rank == 0:
-            source_files.note(folder, rows.arrays, len(known))
+    def compare() -> None:
+        for place in places:
+            if place // shard_rows % ranks.size != ranks.rank:
+                continue
+            if (rows.head(place) if place else first) != known[place // shard_rows]:
+                raise ValueError(
+                    f"{operator}: {folder} was begun with another source: its rows from {place} on differ. Name "
+                    "another folder, or give the same rows from the start."
+                )
 
-    ranks.share(look)
+    ranks.share(compare)
 
 
 def _without_rows(operator: str) -> ValueError:

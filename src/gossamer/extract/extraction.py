@@ -15,7 +15,6 @@ from torch import Tensor
 from gossamer.extract import folder as disk
 from gossamer.extract.statistics import LOWEST, Statistics
 from gossamer.extract.text import mark, spell
-from gossamer.extract.verify import complain, faults
 from gossamer.rowsparse import CSR
 
 
@@ -39,7 +38,7 @@ class Extraction:
 
     Raises:
         FileNotFoundError: no manifest there.
-        ValueError: a file of it is damaged. The same call of `extract` makes a damaged manifest again.
+        ValueError: a file of it is damaged.
 
     >>> import tempfile; folder = tempfile.mkdtemp()
     >>> extract(torch.randn(10, 4), gossamer.nn.TopKSAE(4, 16, k=2), folder) and Extraction(folder).read(0).shape
@@ -109,9 +108,9 @@ class Extraction:
         wrong += _wrong_vocabulary(path, manifest["settings"])
         done = list(accumulate(shard["rows"] for shard in manifest["shards"]))
         tell = progress or (lambda done, rows: None)
-        wrong += faults("Extraction", path, manifest["shards"], lambda number: tell(done[number], done[-1]))
+        wrong += disk.faults("Extraction", path, manifest["shards"], lambda number: tell(done[number], done[-1]))
         if found is None or wrong:
-            complain("Extraction", path, wrong)
+            disk.complain("Extraction", path, wrong)
         return found
 
     def __len__(self) -> int:

@@ -1,37 +1,34 @@
 """The folder that `extract` writes to: a file counts once the manifest names it, and is whole by then."""
 
 import errno
+import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer._core import files
-from gossamer.extract.seal import of_json, seal
+from gossamer.extract.text import Text
 
-_OPERATOR = "extract"
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
-VERSION = 2
-# The fields of a manifest that are read. Other settings are compared, and may be missing on either side.
-_MANIFEST: dict[str, Any] = {"settings": dict, "shards": list, "nonfinite": int, "complete": bool}
-_SETTINGS, _STATISTICS = {"d_sae": int, "top": int}, {"file": str, "sha256": str}
-_SHARD = {"file": str, "rows": int, "nnz": int, "source": str, "sha256": str}
-# The one key of a file's metadata: safetensors writes several in an order that differs from run to run.
-_METADATA = "gossamer"
-WAY_OUT = (
-    f"Put a whole copy back; or remove it and {MANIFEST}, and the same call of extract goes on from the whole "
-    "shards before it."
-)
-_REBUILT = "The same call of extract makes it again from the shards."
+VERSION = 1
+WAY_OUT = "Put a whole copy back, or extract to another folder."
+_OURS = re.compile(r"((shard|statistics)-\d{6}\.safetensors|vocabulary\.json)(\.partial)?|manifest\.json\.partial")
+# Checksums are computed without Python's lock. More threads than this wait for the disk.
+_THREADS = 4
+_HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
 
 
 class Damaged(ValueError):
-    """A file that has changed since it was written, or is not there."""
+    """A file that has changed since it was written."""
 
     def __init__(self, operator: str, file: Path, reason: str, way_out: str = WAY_OUT) -> None:
         super().__init__(f"{operator}: {file} is damaged: {reason}. {way_out}")
@@ -43,88 +40,103 @@ def shard_name(number: int) -> str:
 
 
 def statistics_name(number: int) -> str:
-    """Of the rows up to the end of shard `number`."""
+    """The file of statistics of the rows up to the end of shard `number`."""
     return f"statistics-{number:06d}.safetensors"
+
+
+def begin(operator: str, folder: Path, settings: dict[str, Any], text: Text | None) -> dict[str, Any]:
+    """The manifest to go on with. Unfinished files of an interrupted run are removed."""
+    manifest = read_manifest(operator, folder)
+    if manifest is None:
+        # A run that was killed as it began leaves a manifest that is not in its place yet, and nothing else.
+        files.remove(_partial(folder / MANIFEST))
+        if strangers := sorted(file.name for file in folder.iterdir() if _OURS.fullmatch(file.name)):
+            raise ValueError(
+                f"{operator}: {folder} holds {strangers[0]}, but no {MANIFEST} that says whose it is. Name another "
+                "folder, or empty this one."
+            )
+    if manifest is None or (not manifest["shards"] and manifest["settings"] != settings):
+        # No file depends on the settings of a call that was refused before its first row.
+        manifest = {"version": VERSION, "settings": settings, "shards": [], "statistics": None, "nonfinite": 0}
+        manifest["complete"] = False
+        write_manifest(folder, manifest)
+    before = manifest["settings"]
+    for name in settings | before:
+        if before.get(name) != settings.get(name):
+            secret = name in ("sae", "text", "vocabulary")
+            shown = "another one" if secret else f"{before.get(name)!r}, not {settings.get(name)!r}"
+            raise ValueError(
+                f"{operator}: {folder} was begun with {name} = {shown}. Name another folder, or remove this one."
+            )
+    known = {described["file"] for described in (*manifest["shards"], manifest["statistics"] or {"file": MANIFEST})}
+    for file in list(folder.iterdir()):
+        if _OURS.fullmatch(file.name) and file.name not in known and (file.is_file() or file.suffix == ".partial"):
+            files.remove(file)
+    if text is not None:
+        _write_bytes(operator, folder / VOCABULARY, text.spelling())
+    return manifest
+
+
+@contextmanager
+def locked(operator: str, folder: Path) -> Iterator[None]:
+    """Holds a lock on the folder, of which the operating system lets go when its process ends, however it ends. Its
+    file stays: removing it could take it from a run that has just opened it.
+
+    Raises ValueError where another run holds it, and warns where the file system, or Windows, knows no such locks.
+    """
+    with (folder / ".lock").open("ab") as file:
+        try:
+            import fcntl
+
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (OSError, ImportError) as error:
+            if isinstance(error, OSError) and error.errno in _HELD:
+                raise ValueError(
+                    f"{operator}: another run writes to {folder}. Wait until it has ended, or name another folder."
+                ) from error
+            warnings.warn(
+                f"{operator}: {folder} cannot be locked ({error}). See to it that no other run writes to it.",
+                stacklevel=3,
+            )
+        yield
 
 
 def read_manifest(operator: str, folder: Path) -> dict[str, Any] | None:
     """None where there is none; raises Damaged where it has changed since it was written."""
     file = folder / MANIFEST
-    manifest = read_json(operator, file, _REBUILT)
+    manifest = read_json(operator, file)
     if manifest is None:
         return None
-    version = manifest.get("version") if isinstance(manifest, dict) else None
-    if not isinstance(version, int):
-        raise Damaged(operator, file, "it is no manifest of an extraction", _REBUILT)
-    if version != VERSION:
-        raise ValueError(
-            f"{operator}: {file} is no manifest of version {VERSION}, but of {version}. Read it with the version of "
-            "gossamer that wrote it, or a later one."
-        )
-    if manifest.pop("sha256", None) != of_json(manifest):
-        raise Damaged(operator, file, "its checksum differs", _REBUILT)
-    if not (
-        _has(manifest, _MANIFEST)
-        and _has(manifest["settings"], _SETTINGS)
-        and all(_has(shard, _SHARD) for shard in manifest["shards"])
-        and (manifest.get("statistics", ...) is None or _has(manifest["statistics"], _STATISTICS))
-    ):
-        raise Damaged(operator, file, "it does not say all that a manifest says", _REBUILT)
-    return dict(manifest)
+    if not isinstance(manifest, dict) or manifest.pop("sha256", None) != _of_json(manifest):
+        raise Damaged(operator, file, "its checksum differs")
+    if manifest["version"] != VERSION:
+        raise ValueError(f"{operator}: {file} is of version {manifest['version']}, and this gossamer reads {VERSION}.")
+    return manifest
 
 
-def _has(found: Any, kinds: dict[str, Any]) -> bool:
-    return isinstance(found, dict) and all(isinstance(found.get(name, ...), kind) for name, kind in kinds.items())
-
-
-def read_json(operator: str, file: Path, way_out: str) -> Any:
+def read_json(operator: str, file: Path, way_out: str = WAY_OUT) -> Any:
     """None where there is no such file."""
-    if not file.is_file():
-        return None
     try:
-        return json.loads(file.read_text())
+        return json.loads(file.read_text()) if file.is_file() else None
     except ValueError as error:
         raise Damaged(operator, file, str(error), way_out) from error
 
 
 def load(operator: str, file: Path, sha256: str | None) -> dict[str, Tensor]:
-    """The tensors of a file, once they are known to be those of this seal; None where they are known already."""
-    described, tensors = open_sealed(operator, file)
-    if sha256 is not None and sealed(operator, file, described, tensors) != sha256:
-        raise Damaged(operator, file, "its checksum differs")
-    return tensors
+    """The tensors of a file with this checksum; None skips the comparison."""
+    with reading(operator, file):
+        if sha256 is not None and digest(file) != sha256:
+            raise Damaged(operator, file, "its checksum differs")
+        return load_file(file)
 
 
-def open_sealed(operator: str, file: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """A file's metadata, and its tensors, which are mapped."""
-    with reading(operator, file), safe_open(file, framework="pt") as opened:
-        names, described = opened.keys(), _described(operator, file, opened.metadata())
-        return described, {name: opened.get_tensor(name) for name in names}
-
-
-def describe(operator: str, file: Path) -> dict[str, Any]:
-    """A file's metadata; empty if it has none of ours."""
-    with reading(operator, file), safe_open(file, framework="pt") as opened:
-        return _described(operator, file, opened.metadata())
-
-
-def _described(operator: str, file: Path, metadata: dict[str, str] | None) -> dict[str, Any]:
-    try:
-        described = json.loads((metadata or {}).get(_METADATA, "{}"))
-    except ValueError:
-        described = None
-    if not isinstance(described, dict):
-        raise Damaged(operator, file, "its metadata cannot be read")
-    return described
-
-
-def sealed(operator: str, file: Path, described: dict[str, Any], tensors: Mapping[str, Tensor]) -> str:
-    """The seal of tensors that were read; raises Damaged where the file has another seal in it."""
-    said = {name: value for name, value in described.items() if name != "sha256"}
-    found = seal(said, tensors)
-    if described.get("sha256", found) != found:
-        raise Damaged(operator, file, "its checksum differs")
-    return found
+def digest(file: Path) -> str:
+    """SHA-256 of a file, as `sha256sum` has it."""
+    found = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
 
 
 @contextmanager
@@ -133,32 +145,64 @@ def reading(operator: str, file: Path) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        if file.exists():
-            # safetensors finds no file where it may not read one.
-            raise PermissionError(errno.EACCES, f"{operator}: {file} may not be read", str(file)) from error
         raise FileNotFoundError(f"{operator}: {file} is gone. {WAY_OUT}") from error
     except SafetensorError as error:
         raise Damaged(operator, file, str(error)) from error
 
 
-def write(file: Path, tensors: dict[str, Tensor], described: dict[str, Any] | None = None) -> None:
+def faults(operator: str, folder: Path, known: Sequence[dict[str, Any]], verified: Callable[[int], Any]) -> list[str]:
+    """The faults of files that a manifest describes by "file" and "sha256"; `verified` is called after each."""
+
+    def fault(described: dict[str, Any]) -> str | None:
+        file = folder / described["file"]
+        if not file.is_file():
+            return f"{file.name} is gone"
+        return None if digest(file) == described["sha256"] else f"{file.name} is damaged (its checksum differs)"
+
+    found = []
+    pool = ThreadPoolExecutor(_THREADS, "gossamer-verify")
+    try:
+        for number, said in enumerate(pool.map(fault, known)):
+            if said is not None:
+                found.append(said)
+            verified(number)
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return found
+
+
+def complain(operator: str, folder: Path, found: list[str]) -> NoReturn:
+    """Names all faults in one error."""
+    raise ValueError(f"{operator}: in {folder}, {'; '.join(found)}. {WAY_OUT}")
+
+
+def write(operator: str, file: Path, tensors: dict[str, Tensor]) -> dict[str, str]:
+    """Writes tensors; how a manifest describes the file."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    metadata = None if described is None else {_METADATA: json.dumps(described, sort_keys=True)}
-    files.write_whole(_OPERATOR, file, partial(file), lambda path: save_file(whole, path, metadata))
+    found = {"file": file.name}
+
+    def fill(path: Path) -> None:
+        save_file(whole, path)
+        found["sha256"] = digest(path)
+
+    files.write_whole(operator, file, _partial(file), fill)
+    return found
 
 
 def write_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    write_json(folder / MANIFEST, manifest | {"sha256": of_json(manifest)})
+    content = json.dumps(manifest | {"sha256": _of_json(manifest)}, indent=1) + "\n"
+    _write_bytes("extract", folder / MANIFEST, content.encode())
 
 
-def write_json(file: Path, content: Any) -> None:
-    write_bytes(file, (json.dumps(content, indent=1) + "\n").encode())
+def _of_json(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def write_bytes(file: Path, content: bytes) -> None:
-    files.write_whole(_OPERATOR, file, partial(file), lambda path: path.write_bytes(content))
+def _write_bytes(operator: str, file: Path, content: bytes) -> None:
+    if not file.is_file() or file.read_bytes() != content:
+        files.write_whole(operator, file, _partial(file), lambda path: path.write_bytes(content))
 
 
-def partial(file: Path) -> Path:
+def _partial(file: Path) -> Path:
     """Where a file is written."""
     return file.with_name(file.name + ".partial")

@@ -30,8 +30,8 @@ class Ranks:
             # A group of its own, so that a thread can speak in it while others use theirs, and of gloo, which needs no
             # GPU: only descriptions and statistics go through it.
             try:
-                # Whether all of them come shows within the usual time; from then on they may wait for longer. Who has
-                # the second group knows that all have the first, and does not close it while another one connects.
+                # The first group shows within the usual time whether all ranks come; from then on they may wait for
+                # longer. A rank that has the second group knows that all have the first, and may close that.
                 first = dist.new_group(backend="gloo")
                 self._group = dist.new_group(backend="gloo", timeout=_PATIENCE)
                 dist.destroy_process_group(first)
@@ -54,9 +54,9 @@ class Ranks:
             dist.destroy_process_group(self._group)
 
     def share(self, make: Callable[[], T]) -> list[T]:
-        """Calls `make` on each rank; gives rank 0 what all of them made, and the others what they made themselves.
+        """Calls `make` on each rank; gives rank 0 the results of all ranks, and the others their own.
 
-        Raises what `make` raises, and RuntimeError where it raises on another rank or one is gone.
+        Raises the errors of `make`, and RuntimeError where it raises on another rank or one is gone.
         """
         if self._group is None:
             return [make()]

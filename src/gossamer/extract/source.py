@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,9 +23,14 @@ from gossamer.extract.text import Text
 _HEAD = 1024
 
 
-def head(batch: Tensor) -> Tensor:
-    """The rows of a shard's first batch that are compared."""
-    return batch[:_HEAD]
+def raw(tensor: Tensor) -> Any:
+    """A tensor's bytes, without a copy where it lies contiguous on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def checksum(batch: Tensor | None) -> str | None:
+    """Of the rows of a shard's first batch that are compared; None without a batch."""
+    return None if batch is None else hashlib.sha256(raw(batch[:_HEAD])).hexdigest()
 
 
 class Array:
@@ -71,9 +77,8 @@ class Source:
     """Rows of a source as batches `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`, cut alike always.
 
     `length` is the number of rows, None where only an iterator knows; `text` the tokens that the rows belong to, or
-    None. `passing`, if it is set, is called with each batch that is passed over, and its first row, where an iterator
-    has to be read from its start. `close` ends the thread that reads ahead. The garbage collector must not be left to
-    do that: it would wait for the thread at any moment, even while a lock is held that the thread needs to end.
+    None. `close` ends the thread that reads ahead. The garbage collector must not be left to do that: it would wait for
+    the thread at any moment, even while a lock is held that the thread needs to end.
     """
 
     def __init__(self, source: Any, key: str | None, size: int, like: Tensor) -> None:
@@ -109,7 +114,6 @@ class Source:
             )
         # Of a source on a GPU there is nothing to read ahead.
         self._is_read_ahead = self.arrays is not None and not (isinstance(source, Tensor) and source.is_cuda)
-        self.passing: Callable[[int, Tensor], Any] | None = None
         self._at = 0
         self._opened = self._open(source if self._rows_from is None else self._rows_from(0))
         self._batches: Iterator[Tensor] = self._opened
@@ -117,21 +121,20 @@ class Source:
     def close(self) -> None:
         self._opened.close()
 
-    def first(self) -> Tensor | None:
-        """The very first batch, which `read` gives again; None if there is none."""
+    def first(self) -> str | None:
+        """The checksum of the very first batch, which `read` gives again; None if there is none."""
         self._seek(0)
         batch = next(self._batches, None)
         if batch is not None:
             self._batches = chain([batch], self._batches)
-        return batch
+        return checksum(batch)
 
-    def head(self, first: int) -> Tensor | None:
-        """The head of the batch at `first`, read apart from what `read` gives; None if there is none."""
+    def head(self, first: int) -> str | None:
+        """The checksum of the batch at `first`, read apart from what `read` gives."""
         assert self._rows_from is not None
         found = self._rows_from(first) if self.arrays is None else self._read(first, min(self.size, _HEAD))
         with closing(self._cut(found)) as batches:
-            batch = next(batches, None)
-        return None if batch is None else head(batch)
+            return checksum(next(batches, None))
 
     def read(self, first: int, count: int) -> Iterator[Tensor]:
         """The batches of rows `first` to `first + count`, both multiples of `size`, as far as there are any."""
@@ -147,8 +150,6 @@ class Source:
             self._at = first
         while self._at < first:
             batch = next(self._batches, None)
-            if batch is not None and self.passing is not None:
-                self.passing(self._at, batch)
             self._at += 0 if batch is None else batch.shape[0]
             if batch is None or self._at > first:
                 raise ValueError(

@@ -9,8 +9,7 @@ from torch import Tensor
 
 from gossamer.extract import folder as disk
 from gossamer.extract.ranks import Ranks
-from gossamer.extract.seal import Growing, checksum, seal
-from gossamer.extract.source import head
+from gossamer.extract.source import checksum
 from gossamer.extract.statistics import Statistics
 from gossamer.extract.text import Text
 from gossamer.rowsparse import CSR
@@ -18,31 +17,24 @@ from gossamer.rowsparse.formats import offsets_of
 
 
 class Shard:
-    """The entries of the rows from `first` on, on the host, and the statistics of these rows alone.
+    """The entries of the rows from `first` on, on the host, and the statistics of these rows alone."""
 
-    `hashing` computes checksums of the tensors that are appended, so that writing does not wait for them.
-    """
-
-    def __init__(self, number: int, first: int, statistics: Statistics, hashing: ThreadPoolExecutor) -> None:
+    def __init__(self, number: int, first: int, statistics: Statistics) -> None:
         self.number, self.first, self.rows, self.nonfinite = number, first, 0, 0
         self.statistics = statistics
-        self.head: Tensor | None = None
+        self.source: str | None = None
         self._counts: list[Tensor] = []
         self._indices: list[Tensor] = []
         self._values: list[Tensor] = []
-        self.checksums = Growing(hashing)
 
     def append(self, batch: Tensor, latents: CSR) -> None:
         """The latents of a batch of rows."""
-        if self.head is None:
-            # A copy: the source may fill the batch again.
-            self.head = head(batch).to("cpu", copy=True)
+        self.source = self.source or checksum(batch)
         self.nonfinite += self.statistics.update(latents, self.first + self.rows)
         self.rows += latents.num_rows
         self._counts.append(latents.row_offsets.diff().cpu())
         self._indices.append(latents.indices.cpu())
         self._values.append(latents.values.cpu())
-        self.checksums.append({"indices": self._indices[-1], "values": self._values[-1]})
 
     def tensors(self) -> dict[str, Tensor]:
         offsets = offsets_of(torch.cat(self._counts))
@@ -61,12 +53,10 @@ class Writer:
     ) -> None:
         self._folder, self._manifest, self._totals, self._text, self._ranks = folder, manifest, totals, text, ranks
         self._thread = ThreadPoolExecutor(1, "gossamer-write")
-        self.hashing = ThreadPoolExecutor(1, "gossamer-hash")
         self._pending: Future[None] | None = None
 
     def close(self) -> None:
         self._thread.shutdown()
-        self.hashing.shutdown(cancel_futures=True)
 
     def put(self, shard: Shard, complete: bool) -> None:
         """This rank's part of a round: a shard, or one without rows; `complete` if it is the last round."""
@@ -92,13 +82,8 @@ class Writer:
         if self._text is not None:
             tensors["tokens"] = self._text.tokens[shard.first : shard.first + shard.rows]
             tensors["starts"] = self._text.starts[shard.first : shard.first + shard.rows]
-        assert shard.head is not None
-        described = {"number": shard.number, "settings": self._manifest["settings"], "source": checksum(shard.head)}
-        described["sha256"] = seal(described, tensors, shard.checksums.found())
-        name = disk.shard_name(shard.number)
-        disk.write(self._folder / name, tensors, described)
-        found = {"file": name, "rows": shard.rows, "nnz": tensors["indices"].shape[0]}
-        return found | {"source": described["source"], "sha256": described["sha256"]}
+        found: dict[str, Any] = dict(disk.write("extract", self._folder / disk.shard_name(shard.number), tensors))
+        return found | {"rows": shard.rows, "nnz": tensors["indices"].shape[0], "source": shard.source}
 
     def _settle(self, found: list[tuple[dict[str, Any] | None, dict[str, Tensor], int]], complete: bool) -> None:
         """The statistics up to the end of a round. They count once the manifest names them, which is replaced last."""
@@ -110,10 +95,8 @@ class Writer:
                 self._manifest["nonfinite"] += nonfinite
         number = len(self._manifest["shards"]) - 1
         if number >= 0 and (before is None or before["file"] != disk.statistics_name(number)):
-            state, name = self._totals.state(), disk.statistics_name(number)
-            sha256 = self.hashing.submit(seal, {}, state)
-            disk.write(self._folder / name, state)
-            self._manifest["statistics"] = {"file": name, "sha256": sha256.result()}
+            file = self._folder / disk.statistics_name(number)
+            self._manifest["statistics"] = disk.write("extract", file, self._totals.state())
         self._manifest["complete"] = complete
         disk.write_manifest(self._folder, self._manifest)
         if before not in (None, self._manifest["statistics"]):

@@ -14,6 +14,8 @@ class Activity(NamedTuple):
             projection multiplies.
         l0: `[]` float32, the number of neurons that the activation let through, averaged over tokens.
         fired: `[N]` int64, on how many tokens the activation let each neuron through.
+        unlisted: `[]` int64, how many tokens of a block on lists have entries that are in no list: tokens with very
+            many, and those behind a list that is full. Dense tiles compute them, exactly and without a limit.
 
     Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", equation 2 with the sum over neurons
     that its released code takes, section 4.3.
@@ -25,6 +27,7 @@ class Activity(NamedTuple):
     l1: Tensor
     l0: Tensor
     fired: Tensor
+    unlisted: Tensor
 
     @staticmethod
     def of(active: Tensor, hidden: Tensor) -> "Activity":
@@ -37,4 +40,4 @@ class Activity(NamedTuple):
         tokens = max(hidden.numel() // max(hidden.shape[-1], 1), 1)
         fired = (active.detach() != 0).flatten(0, -2).sum(0)
         l1 = hidden.abs().sum(-1, dtype=torch.promote_types(hidden.dtype, torch.float32)).sum() / tokens
-        return Activity(l1, fired.sum() / tokens, fired)
+        return Activity(l1, fired.sum() / tokens, fired, fired.new_zeros(()))

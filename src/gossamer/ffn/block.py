@@ -12,13 +12,14 @@ from torch import Tensor
 from gossamer import gemm
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import INTERPRET, needs_gradient
+from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
-from gossamer.ffn.costs import FEW, GROUP, MANY, Costs, Path, choose_path, costs_of, sample_step
+from gossamer.ffn.costs import MANY, Costs, Path, choose_path, costs_of, sample_step
 from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
-from gossamer.ffn.tracker import BlockTracker, Known
+from gossamer.ffn.tracker import BlockTracker
 from gossamer.ffn.training import differentiable, with_all
+from gossamer.rowsparse import Density
 from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse.formats import threshold_dtype
 
@@ -41,10 +42,6 @@ class Block(NamedTuple):
     down_bias: Tensor | None
     activation: str
     recompute: bool = False
-
-    def sampled(self, step: int) -> Block:
-        """Of every so many rows, without gradients."""
-        return self._replace(x=self.x.detach()[::step])
 
 
 class Found(NamedTuple):
@@ -118,55 +115,37 @@ def _differentiable(block: Block) -> Tensor:
 
 
 def _inferred(operator: str, block: Block, found: Found, method: str, density: BlockTracker | None) -> Tensor:
-    x, m = block.x, found.m
+    m = found.m
     tracker = density if method == "auto" else None
-    grouped = x.is_cuda and m > FEW
     cost = found.by_rows if block.down_weight.stride(0) > 1 else found.by_columns
     recorded = False
 
-    def chosen(known: Known | None, eager: bool) -> str:
+    def chosen(known: Density | None, eager: bool) -> str:
         return choose_path(known, m, cost, eager)
 
     if tracker is not None:
         tracker.rows.check_pinned(*METHODS[1:])
         # Nothing reads what a graph would record, and to look takes time.
         recorded = not checks.capturing() and tracker.due(8 if m >= MANY else 32)
-        method = tracker.path(chosen, grouped=grouped, due=recorded, key=(m, cost))
+        method = tracker.path(chosen, due=recorded, key=(m, cost))
     elif method == "auto":
         method = chosen(None, not (torch.compiler.is_compiling() or checks.capturing()))
     if method == "fused" and (block.up_weight is None or block.threshold is not None):
         # One product serves gate and up of a ReLU or its square; every other block is computed layer by layer.
         method = "dense"
     with span(f"gossamer::{operator}/{method}"):
-        if method in ("gather", "union"):
-            # The unions of a few groups tell whether it would pay.
-            step = sample_step(m) if recorded else 0
-            call = SparseFfn(*block[:8], block.activation == "relu2", method == "union", step)
-            out, nnz, unions = sparse_ffn(call)
+        if method == "gather":
+            out, nnz = sparse_ffn(SparseFfn(*block[:8], block.activation == "relu2", recorded))
         else:
             hidden = _fused(block) if method == "fused" else _hidden(block)
             out = linear(hidden, block.down_weight, block.down_bias)
             if recorded:
-                nnz, unions = sampled(hidden)
+                nnz = (hidden[:: sample_step(m)] != 0).sum(1)
     if recorded:
-        tracker.record(nnz, unions if grouped else None, cost.limit)  # type: ignore[union-attr]
+        tracker.record(nnz, cost.limit)  # type: ignore[union-attr]
     if density is not None:
         density.last_path = method
-        says = method in ("gather", "union") and not (x.is_cuda or INTERPRET or torch.compiler.is_compiling())
-        # The CPU says of how many rows it multiplied all; a tensor that a transform has wrapped says nothing.
-        if says and type(unions) is Tensor and 2 * int(unions) > m:
-            density.last_path = "dense"
     return out
-
-
-def sampled(hidden: Tensor) -> tuple[Tensor, Tensor]:
-    """(entries of rows, columns that groups of rows have in all), of some groups spread over hidden."""
-    groups = hidden.shape[0] // GROUP
-    if groups == 0:
-        return (hidden != 0).sum(1), hidden.new_zeros(0, dtype=torch.int64)
-    step = sample_step(hidden.shape[0])
-    some = hidden[: groups * GROUP].view(groups, GROUP, hidden.shape[1])[step // 2 :: step] != 0
-    return some.sum(2).view(-1), some.any(1).sum(1)
 
 
 def activated(block: Block) -> Tensor:

@@ -14,15 +14,17 @@ from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
-from gossamer.ffn.tracker import Known
+from gossamer.rowsparse import Density
 
-Path = Literal["gather", "union", "fused", "dense"]
-GROUP = 32
-"""Neighbouring rows that may share the union of their entries on a GPU."""
-SAMPLE = 8
-"""Groups whose unions are counted, at least, where they are not needed and there are as many."""
-PRICE = 2.0
-"""Entries that are gathered one by one in the time that a column of a union of GROUP rows takes."""
+Path = Literal["gather", "fused", "dense"]
+PATHS: dict[Path, str] = {
+    "gather": "a density that is known, and at which gathering takes the least time: the gate, and the weights of its "
+    "entries",
+    "fused": "all other gated blocks with ReLU or its square: gate and up by `gemm.linear_glu`",
+    "dense": "all other blocks, and blocks so small that the host takes longer than the device: plain PyTorch",
+}
+SAMPLE = 256
+"""Rows that are counted, at least, of a block that computes all of them."""
 MANY = 4096
 """Rows from which on counts are recorded more often, and programs are given fewer registers."""
 FEW = 16
@@ -53,7 +55,7 @@ PIECES = 6.0, 2.0
 are on their way at one time, and for several."""
 LINE = 64
 """Bytes of a row of W_down that memory reads for whichever of their columns is wanted, where W_down lies by rows."""
-HOST: dict[Path, float] = {"dense": 0.0, "fused": 110e-6, "gather": 110e-6, "union": 200e-6}
+HOST: dict[Path, float] = {"dense": 0.0, "fused": 110e-6, "gather": 110e-6}
 HOST_PRODUCT = 27e-6
 """Seconds in which a host launches a path, eager, and each of the dense path's products with what follows it."""
 
@@ -115,20 +117,17 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     )
 
 
-def choose_path(known: Known | None, m: int, cost: Costs, eager: bool = False) -> Path:
+def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False) -> Path:
     """How m rows go where no gradient is needed: the path that takes the least time by what is known, on the device, or
     on the host that launches it, where that takes longer and the call is `eager`."""
     if cost.width:
         return on_cpu(known, m, cost.n, cost.width)
     times = dense_seconds(m, cost)
     if cost.gathers and (known is not None or m <= FEW):
-        light, over = (cost.n, 0.0) if known is None else (known.rows.mean, known.rows.over / max(known.rows.rows, 1))
+        light, over = (cost.n, 0.0) if known is None else (known.mean, known.over / max(known.rows, 1))
         if m > FEW and known is not None:
-            light = known.rows.light / max(known.rows.rows, 1)
+            light = known.light / max(known.rows, 1)
         times["gather"] = sparse_seconds(m, cost, light, over)
-        if known is not None and known.unions is not None and known.unions.rows and m > FEW:
-            shared = min(light, known.unions.mean / GROUP * PRICE)
-            times["union"] = sparse_seconds(m, cost, shared, over) + START
     if eager and m > FEW:
         host = {**HOST, "dense": cost.products * HOST_PRODUCT}
         times = {path: max(time, host[path]) for path, time in times.items()}
@@ -167,13 +166,13 @@ CPU_DENSE = 0.25
 """Share of the columns from which on nothing is gathered."""
 
 
-def on_cpu(known: Known | None, m: int, n: int, width: int) -> Path:
+def on_cpu(known: Density | None, m: int, n: int, width: int) -> Path:
     """The same on the CPU, by what up and down take, `width` elements a column; the gate is computed in any case. Where
     nothing is known one column of 16 is taken for active."""
     flops, read, element = CPU_RATES
     call, group = CPU_STARTS
     rows = min(m, CPU_GROUP)
-    union = n / 16 if known is None else min(n, rows * known.rows.mean)
+    union = n / 16 if known is None else min(n, rows * known.mean)
     dense = width * n * max(2 * m / flops, 4 / read)
     gather = call + -(-m // CPU_GROUP) * (group + width * union * (element + 2 * rows / flops))
     if gather < dense and union <= CPU_DENSE * n:
@@ -183,14 +182,6 @@ def on_cpu(known: Known | None, m: int, n: int, width: int) -> Path:
 
 
 def sample_step(m: int) -> int:
-    """Of how many groups of m rows one is counted where unions are not needed: 8 to 19 are of 256 to a million rows.
-
-    No power of two from 8 on, because lengths of sequences are: the groups that are looked at would all be beginnings.
-    """
-    step = min(2048, 1 << (m // (GROUP * SAMPLE) | 1).bit_length() - 1)
-    return step - step // 8
-
-
-def sampled_groups(m: int, step: int) -> int:
-    """How many groups of m rows are looked at where one of every `step` is; with 0 none is."""
-    return 0 if step == 0 else (m + GROUP * step - 1) // (GROUP * step)
+    """Of how many rows one is counted. The number is odd: lengths of sequences are even, and rows that a step with a
+    common factor meets would all stand at few places of their sequences."""
+    return m // SAMPLE | 1

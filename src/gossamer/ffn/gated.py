@@ -25,11 +25,11 @@ def gated(
     """(activation(x @ gate_weight.T) * (x @ up_weight.T)) @ down_weight.T, computing what the gate lets through.
 
     The result is exact on every path: rows with more entries than there is room for go through dense tiles.
-    NaN and Inf in the weights of up and down reach the rows that have their column; a dense product, and that of a
-    union, would spread them further.
+    NaN and Inf in the weights of up and down reach the rows that have their column; a dense product would spread them
+    further.
 
-    Where a gradient is needed, `"gather"` and `"union"` compute both passes on lists of the entries that the gate lets
-    through, equations 3 and 4 of the paper, and keep these and x alone; `"auto"` does where `density` says that it
+    Where a gradient is needed, `"gather"` computes both passes on lists of the entries that the gate lets through,
+    equations 3 and 4 of the paper, and keeps these and x alone; `"auto"` does where `density` says that it
     takes less time, and else computes all, as `gemm.gated_mlp`.
 
     Args:
@@ -41,7 +41,6 @@ def gated(
             which keeps z > threshold (FATReLU); the threshold has no gradient.
         method: `"gather"` multiplies the weights of each row's entries, and rows with very many in dense tiles; a CPU
             multiplies the whole block where most rows have very many;
-            `"union"` does that for groups of 32 neighbouring rows where they share entries, as far as that pays;
             `"fused"` computes all, gate and up in one product (`"dense"` with a threshold); `"dense"` is plain PyTorch.
             `"auto"` takes what is fastest by what is known: without `density`, `"gather"` on the CPU, unless the block
             is small; on a GPU a path that computes all.
@@ -58,8 +57,7 @@ def gated(
         ValueError: shapes or devices do not fit, or an activation or method that is not one of these.
         TypeError: dtypes differ or are not floating.
 
-    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.3 and 3.4; unions of
-    neighbouring rows are this package's own.
+    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.3 and 3.4.
 
     >>> gated(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3), torch.ones(5, 4)).tolist()[0]
     [36.0, 36.0, 36.0, 36.0, 36.0]

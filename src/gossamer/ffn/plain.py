@@ -47,7 +47,7 @@ def plain(
     fixed = resolve_fixed("ffn.plain", activation).parameters
     if method == "fused":
         raise ValueError(
-            'ffn.plain: method must be one of auto, gather, union, dense, got "fused": that makes gate and up in one '
+            'ffn.plain: method must be one of auto, gather, dense, got "fused": that makes gate and up in one '
             'product, and a plain block has no gate. "dense" computes every neuron.'
         )
     block = Block(x, up_weight, up_bias, fixed.threshold, None, None, down_weight, down_bias, fixed.name)

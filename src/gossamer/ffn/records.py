@@ -12,7 +12,7 @@ from gossamer._core.operator import Strided
 
 
 class SparseFfn(NamedTuple):
-    """squared: of the activation. step: of how many groups of rows one is counted, or 0."""
+    """squared: of the activation. counted: whether the entries of rows are wanted."""
 
     x: Strided
     gate_weight: Strided
@@ -23,8 +23,7 @@ class SparseFfn(NamedTuple):
     down_weight: Strided
     down_bias: Tensor | None
     squared: bool
-    united: bool
-    step: int
+    counted: bool
 
 
 class SparseTraining(NamedTuple):
@@ -64,7 +63,10 @@ class Trained(NamedTuple):
 
 
 class SparseTrainingBwd(NamedTuple):
-    """The gradients of `Trained`'s out and l1, `[1]`; operands of `SparseTraining`, and its lists."""
+    """The gradients of `Trained`'s out and l1, `[1]`; operands of `SparseTraining`, and its lists.
+
+    The results are the gradients of x, W_gate, W_up (`[0]` in a plain block) and W_down, which lies as W_down does; and
+    the sums `[2, N]` of the gradients of the gate's and of the up projection's pre-activations, float32."""
 
     grad: Tensor
     penalty: Tensor | None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core.ops import needs_gradient
+from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.tracker import BlockTracker
 
@@ -26,6 +27,8 @@ class SparseBlock:
 
     Attributes:
         density: the `BlockTracker` that `"auto"` follows.
+        keeps_activity, activity: whether the module keeps the `Activity` of its last call with gradients here, and
+            that, or None; copies and pickles have none.
         observer: called with the operands of each call before it is computed, with gradients and without, or None.
 
     Raises:
@@ -41,6 +44,8 @@ class SparseBlock:
         self.method = method
         self.density = BlockTracker()
         self.observer: Callable[[Block], Any] | None = None
+        self.keeps_activity = False
+        self.activity: Activity | None = None
 
     @property
     def method(self) -> str:
@@ -55,10 +60,7 @@ class SparseBlock:
 
     @property
     def last_path(self) -> str | None:
-        """The path last taken of those that `gated` names, or None before there was a call.
-
-        A CPU looks at the gate first: where most of it is active `"gather"` multiplies the whole block, which is
-        `"dense"`."""
+        """The path last taken of those that `gated` names, or None before there was a call."""
         return self.density.last_path
 
     def __call__(
@@ -95,7 +97,7 @@ class SparseBlock:
                 self.observer(block)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "observer": None}
+        return {**self.__dict__, "observer": None, "activity": None}
 
     def __repr__(self) -> str:
         return f"SparseBlock(method={self.method!r}, last_path={self.last_path!r})"

@@ -6,17 +6,14 @@ import torch
 from torch import Tensor
 
 from gossamer._core.operator import register
-from gossamer._core.ops import INTERPRET
 from gossamer.ffn._torch import sparse_ffn as _cpu
-from gossamer.ffn.costs import sampled_groups
 from gossamer.ffn.records import SparseFfn
 
 
-def _fake(call: SparseFfn) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(call: SparseFfn) -> tuple[Tensor, Tensor]:
     x, m = call.x, call.x.shape[0]
-    nnz = x.new_empty(m if call.step else 0, dtype=torch.int32)
-    counted = sampled_groups(m, call.step) if x.is_cuda or INTERPRET else 1
-    return x.new_empty(m, call.down_weight.shape[0]), nnz, nnz.new_empty(counted)
+    nnz = x.new_empty(m if call.counted else 0, dtype=torch.int32)
+    return x.new_empty(m, call.down_weight.shape[0]), nnz
 
 
 @register(SparseFfn, cpu=_cpu.sparse_ffn, fake=_fake)

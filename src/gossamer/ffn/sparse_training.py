@@ -46,7 +46,7 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
         "gate_bias": None if gate_bias is None else sums[0].to(gate_bias.dtype),
         "up_weight": None if call.up_weight is None else up,
         "up_bias": None if up_bias is None else sums[1].to(up_bias.dtype),
-        "down_weight": down.t(),
+        "down_weight": down,
         "down_bias": None if down_bias is None else grad.sum(0, dtype=threshold_dtype(grad.dtype)).to(down_bias.dtype),
     }
 
@@ -54,7 +54,8 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
 def _fake_bwd(call: SparseTrainingBwd) -> tuple[Tensor, ...]:
     x, (n, k) = call.x, call.gate_weight.shape
     up = x.new_empty(0) if call.up_weight is None else x.new_empty(n, k)
-    down = x.new_empty(n, call.down_weight.shape[0])
+    d = call.down_weight.shape[0]
+    down = x.new_empty(n, d).t() if call.down_weight.t().is_contiguous() else x.new_empty(d, n)
     return x.new_empty(x.shape), x.new_empty(n, k), up, down, x.new_empty(2, n, dtype=threshold_dtype(x.dtype))
 
 

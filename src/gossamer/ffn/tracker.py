@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,19 +17,11 @@ _MOST = 256
 """Answers that are kept: of so many numbers of rows."""
 
 
-@dataclass(frozen=True)
-class Known:
-    """rows: of the entries of rows; unions: of the columns that groups of neighbouring rows have in all."""
-
-    rows: Density
-    unions: Density | None
-
-
 class BlockTracker:
-    """Follows how many entries the rows of one block have, and how many columns groups of neighbours have in all.
+    """Follows how many entries the rows of one block have.
 
-    Made of two `rowsparse.DensityTracker`s, and with their promises: nothing waits for the device, and the same calls
-    take the same paths. A block that has one is called with `density=tracker` and `method="auto"`.
+    A tracker has the promises of `rowsparse.DensityTracker`: nothing waits for the device, and the same calls take the
+    same paths. A block that has one is called with `density=tracker` and `method="auto"`.
 
     Args:
         lag: how many calls late statistics are read, of those that are recorded.
@@ -38,7 +29,7 @@ class BlockTracker:
 
     Attributes:
         last_path: the name of the path last taken, or None.
-        rows, unions: the trackers.
+        rows: the `rowsparse.DensityTracker` of the entries of rows.
 
     Raises:
         ValueError, TypeError: lag is no int of at least 1.
@@ -48,7 +39,7 @@ class BlockTracker:
     """
 
     def __init__(self, lag: int = 4, pinned: str | None = None) -> None:
-        self.rows, self.unions = DensityTracker(lag, pinned), DensityTracker(lag)
+        self.rows = DensityTracker(lag, pinned)
         self.last_path: str | None = None
         self._looked = self._trained = 0
         self._seen: Density | None = None
@@ -74,9 +65,8 @@ class BlockTracker:
 
     def path(
         self,
-        choose: Callable[[Known | None, bool], str],
+        choose: Callable[[Density | None, bool], str],
         *,
-        grouped: bool = True,
         due: bool = True,
         key: Hashable = None,
     ) -> str:
@@ -85,7 +75,6 @@ class BlockTracker:
         Args:
             choose: from what is known, or None, and whether the host launches the path now, to the path's name; pure.
                 A graph and a compiled region take the path that the device alone would.
-            grouped: false of few rows, of whose unions nothing is recorded.
             due: false where nothing is recorded, so that nothing new is known either.
             key: what else `choose` follows, such as the number of rows: its answers are kept until more is known.
         """
@@ -94,11 +83,9 @@ class BlockTracker:
             self.last_path = self.rows.pinned or self._on_device or choose(None, False)
             return self.last_path
         if checks.capturing():
-            self.last_path = self.rows.pinned or choose(self._known(), False)
+            self.last_path = self.rows.pinned or choose(self.rows.known(training=False), False)
             return self.last_path
         if due:
-            if grouped:
-                self.unions.path(lambda _: "", training=False)
             self.rows.path(lambda _: "", training=False)
             known = self.rows.known(training=False)
             if known is not self._seen:
@@ -108,25 +95,18 @@ class BlockTracker:
         if path is None:
             if len(self._paths) >= _MOST:
                 self._paths.clear()
-            both = self._known()
-            path, self._on_device = choose(both, True), choose(both, False)
+            known = self.rows.known(training=False)
+            path, self._on_device = choose(known, True), choose(known, False)
             self._paths[key] = path
         self.last_path = path
         return path
 
-    def _known(self) -> Known | None:
-        rows = self.rows.known(training=False)
-        return None if rows is None else Known(rows, self.unions.known(training=False))
-
-    def record(self, nnz: Tensor, sizes: Tensor | None, limit: int) -> None:
-        """Takes the entries of rows and, where they are grouped, the columns of groups, of all or of some; rows over
-        `limit` are counted."""
+    def record(self, nnz: Tensor, limit: int) -> None:
+        """Takes the entries of rows, of all or of some; rows over `limit` are counted."""
         self.rows.record(nnz, training=False, limit=limit)
-        if sizes is not None:
-            self.unions.record(sizes, training=False)
 
     def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
         return BlockTracker, (self.rows.lag, self.rows.pinned)
 
     def __repr__(self) -> str:
-        return f"BlockTracker(rows={self.rows!r}, unions={self.unions!r})"
+        return f"BlockTracker(rows={self.rows!r})"

@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer._core import operator, tuning
 from gossamer._core.ranges import span
 from gossamer.ffn.activity import Activity
+from gossamer.ffn.costs import PATHS, sample_step
 from gossamer.ffn.records import SparseTraining, Trained
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.rowsparse import Density
@@ -21,6 +22,13 @@ if TYPE_CHECKING:
     from gossamer.ffn.block import Block
     from gossamer.ffn.tracker import BlockTracker
 
+operator.PATHS["ffn.gated, ffn.plain"] = {
+    **{str(path): condition for path, condition in PATHS.items()},
+    "training/lists": "gradients, and a density that is known and at which lists take less time than dense products: "
+    "both passes on lists of entries",
+    "training/dense": "gradients otherwise: `gemm.gated_mlp`, or plain PyTorch for a block without a gate or with a "
+    "threshold",
+}
 RATE = 1.5
 """At how many times the rate of a single row gather that goes: STAGES rows of a program are on their way at once."""
 PRODUCT = 0.78
@@ -32,8 +40,6 @@ HEAVY = 22
 """Columns for one entry of a row, from which on dense tiles take it: 0.8 us a row, 3.2 ns an entry."""
 MOST = 1 << 30
 """Entries in lists at most: 32 bits hold their places."""
-SAMPLE = 256
-"""Rows whose gate tells how sparse a block is that goes the dense way."""
 
 
 class Sizes(NamedTuple):
@@ -92,7 +98,7 @@ def differentiable(
         known = tracker.rows.basis(training=True)
     if density is not None:
         density.last_path = method
-    sparse = method in ("gather", "union") and 0 not in sizes
+    sparse = method == "gather" and 0 not in sizes
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
         if sparse:
             mean = None if known is None else known.light / max(known.rows, 1)
@@ -114,7 +120,8 @@ def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor]:
     call = SparseTraining(*block[:8], block.activation == "relu2", *sizes)
     found = Trained(*sparse_training(call))
     fired = found.fired.long()
-    return found.out, Activity(found.l1, fired.sum() / found.nnz.shape[0], fired), found.nnz
+    activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
+    return found.out, activity, found.nnz
 
 
 def with_all(block: Block) -> tuple[Tensor, Activity]:
@@ -131,5 +138,5 @@ def sampled_gate(block: Block) -> Tensor:
     """How many entries some rows have."""
     from gossamer.ffn.block import activated
 
-    m = block.x.shape[0]
-    return (activated(block.sampled(max(16, m // SAMPLE))) != 0).sum(1)
+    step = max(16, sample_step(block.x.shape[0]))
+    return (activated(block._replace(x=block.x.detach()[::step])) != 0).sum(1)

@@ -54,7 +54,7 @@ class Here:
         return part
 
     def copied(self, x: Tensor) -> Tensor:
-        """x for `add_parts` of what is computed from it."""
+        """x, for results that `add_parts` sums."""
         return x
 
     def gathered(self, model: Any, rank: int | None) -> Any:
@@ -81,7 +81,7 @@ class OnRanks(Here):
         return sae.decode_sharded(rows, W_dec, group=self.group)
 
     def highest(self, keys: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
-        _, size = check_group("nn.shard", self.group)
+        _, size = check_group("nn.shard_sae", self.group)
         mine, which = keys.topk(min(count, len(keys)))
         padded = torch.cat([mine, mine.new_full((count - len(mine),), -1)])
         found = [torch.empty_like(padded) for _ in range(size)]
@@ -102,7 +102,7 @@ class OnRanks(Here):
         return copy_to_ranks(x, self.group)
 
     def gathered(self, model: Any, rank: int | None) -> Any:
-        here, size = check_group("nn.shard: gathered", self.group)
+        here, size = check_group("nn.shard_sae: gathered", self.group)
         ranges = [slice_of(model.d_sae, r, size) for r in range(size)]
         memo: dict[int, Any] = {id(self): HERE}
         for name, tensor in tensors_of(model):

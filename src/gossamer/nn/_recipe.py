@@ -1,4 +1,4 @@
-"""The recipe that brings `JumpReLUSAE` to its target: the start, the steering, and the warning if L0 misses it.
+"""The recipe that brings `JumpReLUSAE` to its target: the start and the steering.
 
 All numbers are in units of the input scale, in which an element of x has a variance of about 1. An untrained direction
 then sees a variance of about 1 too, and one bandwidth fits any data.
@@ -15,9 +15,8 @@ half of the latents of small dictionaries dead.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -112,58 +111,3 @@ def weight(state: Tensor, d_in: int, target: float, warm_up: int, to_input: bool
     heavy = (WEIGHT_BY_FACTOR * state[FACTOR]).clamp(math.log(LIGHTEST), math.log(HEAVIEST)).exp()
     begin = WEIGHT_TO_INPUT if to_input else WEIGHT
     return begin * d_in / target * (state[CALLS] / warm_up).clamp(max=1) * heavy
-
-
-class Watch:
-    """Says once, and without waiting for the device, that L0 stays away from its target."""
-
-    PATIENCE, TOLERANCE, RATE, EVERY = 1000, 0.25, 0.2, 10
-
-    def __init__(self, operator: str, target: float, warm_up: int) -> None:
-        """Within PATIENCE calls after the warm-up L0 has to be within TOLERANCE of its target. The watch reads one call
-        in EVERY, of which its mean takes RATE; the other calls launch nothing for the watch."""
-        self._operator, self._target, self._warm_up = operator, target, warm_up
-        self._calls, self._said = 0, False
-        self._mean: Tensor | None = None
-        self._copy: tuple[Tensor, Any] | None = None
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Watch:
-        return Watch(self._operator, self._target, self._warm_up)
-
-    def __reduce__(self) -> tuple[type[Watch], tuple[str, float, int]]:
-        return Watch, (self._operator, self._target, self._warm_up)
-
-    def see(self, l0: Tensor) -> None:
-        """Takes the L0 of a call, `[]`."""
-        if self._said or torch.compiler.is_compiling() or type(l0) is not Tensor or l0.is_meta:
-            return
-        if l0.is_cuda and torch.cuda.is_current_stream_capturing():
-            return
-        self._calls += 1
-        if self._calls % self.EVERY:
-            return
-        known = self._mean is not None and self._mean.device == l0.device
-        self._mean = self._mean.lerp(l0, self.RATE) if known else l0.clone()  # type: ignore[union-attr]
-        if self._calls < self._warm_up + self.PATIENCE:
-            return
-        if not l0.is_cuda:
-            self._judge(float(self._mean))
-        elif self._copy is None:
-            value, event = torch.empty((), dtype=l0.dtype, pin_memory=True), torch.cuda.Event()
-            value.copy_(self._mean, non_blocking=True)
-            event.record(torch.cuda.current_stream(l0.device))
-            self._copy = value, event
-        elif self._copy[1].query():
-            self._judge(float(self._copy[0]))
-            self._copy = None
-
-    def _judge(self, l0: float) -> None:
-        if abs(l0 / self._target - 1) <= self.TOLERANCE:
-            return
-        self._said = True
-        warnings.warn(
-            f"{self._operator}: L0 is {l0:.3g} after {self._calls} calls of loss, and target_l0 is {self._target:g}. "
-            "Leave out l0_coefficient, bandwidth and initial_threshold, which are found for the target then, or look "
-            "at the learning rate and at model.dead(): a latent that never fires cannot be one of a row's.",
-            stacklevel=4,
-        )

@@ -1,4 +1,4 @@
-"""What an adaptive rule knows, as the buffers and parameters of a module: it moves, is saved and is loaded with it."""
+"""The state of an adaptive rule as buffers and parameters of a module: it moves, is saved and is loaded with it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class AdaptiveRule(nn.Module):
         calibrated: whether mean is known. That of a rule `"variance"` by name is not, until `calibrate` finds it, or a
             state_dict that has one is loaded; it is NaN until then.
 
-    A state_dict without mean or predictor, such as a published one, leaves them what they are, also where it is loaded
+    A state_dict without mean or predictor, such as a published one, leaves them as they are, also where it is loaded
     strictly.
     """
 

@@ -62,7 +62,7 @@ class AttentionCache:
 
     @property
     def read_to(self) -> int:
-        """Tk of what is read: at least `longest`, and seldom another."""
+        """Tk of the keys that are read: at least `longest`, and seldom another."""
         return min(self.capacity, -(-self.longest // _STEP) * _STEP)
 
     def clear(self) -> None:

@@ -30,9 +30,9 @@ class BlockSparseAttention(nn.Module):
         hidden_size: of x and of the result.
         num_heads, num_kv_heads: heads of queries, and of keys and values; None for as many.
         head_dim: None for hidden_size // num_heads.
-        layout: a `blocksparse.Layout` whose leading dimensions broadcast to `[B, num_heads]`, or what makes one from
-            the projected q `[B, num_heads, Tq, head_dim]` and k `[B, num_kv_heads, Tk, head_dim]`, called as
-            `layout(q, k, causal=..., lengths=...)`: a function that knows a pattern, or
+        layout: a `blocksparse.Layout` whose leading dimensions broadcast to `[B, num_heads]`, or a function that makes
+            one from the projected q `[B, num_heads, Tq, head_dim]` and k `[B, num_kv_heads, Tk, head_dim]`, called as
+            `layout(q, k, causal=..., lengths=...)`, such as
             `functools.partial(blocksparse.select_blocks, block_size=64, top_k=16, window=1)`. None where each call
             brings its own.
         causal: whether a query meets no key behind its own position.
@@ -217,8 +217,8 @@ class BlockSparseAttention(nn.Module):
         context.
 
         Raises:
-            ValueError: the module has what this one does not: dropout, keys or values of another size, a bias or zeros
-                among its keys, or batches in its second dimension.
+            ValueError: the module has a part that this one does not have: dropout, keys or values of another size, a
+                bias or zeros among its keys, or batches in its second dimension.
         """
         refused = {
             "dropout": module.dropout != 0,

@@ -42,7 +42,7 @@ class BlockSparseRowwise(nn.Module):
     dense for the time of the call, and x's blocks of its result are kept.
 
     Args:
-        module: takes and returns `[..., M, N]`; an `nn.Linear` may return another N. It stays what it is: its
+        module: takes and returns `[..., M, N]`; an `nn.Linear` may return another N. It stays the same module: its
             parameters, state and mode are its own.
 
     Raises:
@@ -65,7 +65,7 @@ class BlockSparseRowwise(nn.Module):
     def forward(self, x: BlockSparseTensor, layout: Layout | None = None) -> BlockSparseTensor:
         """x: `[..., M, N]`, floating -> the same, or `[..., M, out_features]` of an `nn.Linear`.
 
-        layout: of the result of an `nn.Linear`; None takes x's. What stands elsewhere, its bias too, is left out.
+        layout: of the result of an `nn.Linear`; None takes x's. Elements elsewhere, the bias too, are left out.
         """
         if not isinstance(x, BlockSparseTensor):
             raise TypeError(

@@ -60,34 +60,34 @@ _SETTINGS_OF_SAE_LENS: dict[type[Model], dict[str, str]] = {
 """SAELens's names of the settings that its trainable SAEs have too."""
 
 
-def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
-    """Writes an autoencoder where `load`, and the library whose layout it is, find it.
+def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
+    """Writes an autoencoder where `load_sae`, and the library whose layout it is, find it.
 
     Args:
         model: the autoencoder, on any device.
         folder: made if it is not there; files of the same names are replaced, each whole or not at all.
         layout: `"sae_lens"` writes `cfg.json`, `sae_weights.safetensors` (`log_threshold` as `threshold`; BatchTopK as
             the JumpReLU that it is when it is not trained). `"sparsify"` writes `cfg.json` and `sae.safetensors`, and
-            is for `TopKSAE` and for `Transcoder`; one with d_in other than d_out `load` reads, and sparsify does not.
+            is for `TopKSAE` and `Transcoder`; sparsify does not read one with d_in other than d_out.
             Beside either lies `training_state.safetensors` with the firing statistics, which those libraries do not
             read.
 
     Raises:
-        TypeError: model is no autoencoder of this package, a slice of one (`shard`), or one with other tensors than
+        TypeError: model is no autoencoder of this package, a slice of one (`shard_sae`), or one with other tensors than
             its class has (a parametrization, pruning).
         ValueError: an unknown layout, or one that has no place for the model; a folder that is a file.
-        OSError: the disk is full, say: errno is what the system says.
+        OSError: the disk is full, for example; errno is the system's.
 
     Source: SAELens's `save_model` and sparsify's `save_to_disk`.
 
     >>> import tempfile
-    >>> save(TopKSAE(4, 16, k=2), tempfile.mkdtemp())
+    >>> save_sae(TopKSAE(4, 16, k=2), tempfile.mkdtemp())
     """
-    operator = "nn.save"
+    operator = "nn.save_sae"
     if not isinstance(model, Model):
         raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
     if model.sharded:
-        raise TypeError(f"{operator}: model holds a slice of its latents, as nn.shard made it. Save model.gathered().")
+        raise TypeError(f"{operator}: model holds a slice of its latents, by nn.shard_sae. Save model.gathered().")
     if layout not in ("sae_lens", "sparsify"):
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
     if layout == "sparsify" and not isinstance(model, TopKSAE | Transcoder):
@@ -144,8 +144,10 @@ def save(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
     _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n"))
 
 
-def load(folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Model:
-    """Reads an autoencoder that `save`, SAELens or sparsify wrote.
+def load_sae(
+    folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
+) -> Model:
+    """Reads an autoencoder that `save_sae`, SAELens or sparsify wrote.
 
     Args:
         folder: with `cfg.json` beside `sae_weights.safetensors` (SAELens) or `sae.safetensors` (sparsify).
@@ -153,11 +155,12 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
         dtype: of the weights; None takes the file's. Biases and thresholds are float32 at least.
 
     Returns:
-        `TopKSAE`; `JumpReLUSAE`, which is also what SAELens makes of a BatchTopK SAE; `BatchTopKSAE`, where `save`
-        wrote one; or `Transcoder`, for what sparsify calls one, or gave a skip connection. Whether b_dec is subtracted
+        `TopKSAE`; `JumpReLUSAE`, which SAELens also makes of a BatchTopK SAE; `BatchTopKSAE`, where `save_sae`
+        wrote one; or `Transcoder`, for a transcoder of sparsify or a skip connection. Whether b_dec is subtracted
         from the input, and decoder norms that rescale the selection, are folded into b_enc and the weights: the
-        function is the same. What only training needs is what the files say, or the default: settings that `save` or
-        SAELens's trainable SAEs wrote, as far as these modules have them (docs/sae.md lists them), and statistics.
+        function is the same. Settings of training come from the files, or are the defaults: the settings that
+        `save_sae` or SAELens's trainable SAEs wrote, as far as these modules have them (docs/sae.md lists them), and
+        statistics.
 
     Raises:
         FileNotFoundError: no such files.
@@ -168,10 +171,10 @@ def load(folder: str | Path, *, device: torch.device | str | None = None, dtype:
     Source: SAELens's `load_from_disk` and sparsify's `load_from_disk`.
 
     >>> import tempfile; folder = tempfile.mkdtemp()
-    >>> save(TopKSAE(4, 16, k=2), folder); load(folder)
+    >>> save_sae(TopKSAE(4, 16, k=2), folder); load_sae(folder)
     TopKSAE(d_in=4, d_sae=16, k=2)
     """
-    operator = "nn.load"
+    operator = "nn.load_sae"
     folder = Path(folder)
     checks.float_dtype(operator, "dtype", dtype, "Biases and thresholds are float32 at least in any case.")
     there = [name for name in (_SAE_LENS, _SPARSIFY) if (folder / name).is_file()]
@@ -247,7 +250,7 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
         given = _given(TopKSAE, metadata) | _given_by_sae_lens(TopKSAE, config)
         return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
     if architecture == "jumprelu":
-        # SAELens keeps what `save` wrote, also of thresholds into which it has folded the norms of the decoder since.
+        # SAELens keeps the metadata of `save_sae`, also of thresholds into which it has folded decoder norms since.
         threshold = tensors.get("threshold", torch.zeros(1))
         alike = bool((threshold == threshold.flatten()[:1]).all())
         kind: Any = BatchTopKSAE if alike and "k" in _given(BatchTopKSAE, metadata) else JumpReLUSAE
@@ -257,7 +260,7 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
     if architecture in ("batchtopk", "matryoshka_batchtopk"):
         way = (
             "SAELens has it in training alone: TrainingSAE.load_from_disk(folder).save_inference_model(another) writes "
-            "the JumpReLU that it is afterwards, which nn.load reads. To go on training, load it with "
+            "the JumpReLU that it is afterwards, which nn.load_sae reads. To go on training, load it with "
             "TrainingSAE.load_from_disk and use integrations.sae_lens.patch."
         )
     raise OnlyInSAELens(
@@ -278,7 +281,7 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
         if old in tensors:
             tensors[new] = tensors.pop(old).t() if new == "W_enc" else tensors.pop(old)
     transcode, skip = bool(config.get("transcode")), bool(config.get("skip_connection"))
-    # As sparsify does it: b_dec is subtracted from what is reconstructed, and not from what something else is from.
+    # As sparsify does it: b_dec is subtracted from a vector that is reconstructed, not from one that is transcoded.
     config["apply_b_dec_to_input"] = not transcode
     given = {"skip": skip} | _given(Transcoder, config)
     # sparsify has one size for the input and the output.
@@ -292,14 +295,14 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
 
 
 def _given(kind: type[Model], metadata: dict[str, Any] | None) -> dict[str, Any]:
-    """The settings that `save` wrote and the module has: older files have fewer."""
+    """The settings that `save_sae` wrote; a file of SAELens has none."""
     found = (metadata or {}).get("gossamer") or {}
     return {name: found[name] for name in _SETTINGS[kind] if name in found}
 
 
 def _given_by_sae_lens(kind: type[Model], config: dict[str, Any]) -> dict[str, Any]:
-    """Of the settings that SAELens trained with those that the module has. They go before those that `save` wrote:
-    where a file has both, SAELens wrote it last, for `save` keeps none of SAELens's."""
+    """Of the settings that SAELens trained with those that the module has. They go before those that `save_sae` wrote:
+    where a file has both, SAELens wrote it last, for `save_sae` keeps none of SAELens's."""
     # A file for inference has them in the metadata alone.
     trained = ((config.get("metadata") or {}).get("training_architecture_details") or {}) | config
     names = _SETTINGS_OF_SAE_LENS.get(kind, {})
@@ -328,7 +331,7 @@ def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str,
         norms = wide["W_dec"].norm(dim=1).clamp(min=1e-8)
         wide["W_enc"], wide["b_enc"] = wide["W_enc"] * norms, wide["b_enc"] * norms
         wide["W_dec"] = wide["W_dec"] / norms[:, None]
-        # As they will be in the module: what is folded below has to fit that.
+        # As they will be in the module, so that the thresholds and biases below fit them.
         wide |= {name: wide[name].to(model.W_enc.dtype).to(wide[name].dtype) for name in ("W_enc", "W_dec")}
         tensors |= {name: wide[name] for name in ("W_enc", "W_dec", "b_enc")}
     subtracts = not isinstance(model, JumpReLUSAE | Transcoder)
@@ -356,4 +359,4 @@ def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | No
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    files.write_whole("nn.save", file, file.with_name(f".{file.name}.{os.getpid()}"), write)
+    files.write_whole("nn.save_sae", file, file.with_name(f".{file.name}.{os.getpid()}"), write)

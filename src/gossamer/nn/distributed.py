@@ -20,25 +20,11 @@ from gossamer.sae.sharded import check_group, sum_over
 
 _WHOLE = ("b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering")
 """Tensors that every rank holds whole."""
-_SETTINGS = {"d_in", "d_out", "d_sae", "k", "threshold_rate", "capacity", "aux_coefficient", "aux_k", "dead_after"}
-_SETTINGS |= {
-    "bandwidth",
-    "l0_coefficient",
-    "penalty",
-    "target_l0",
-    "tanh_scale",
-    "ste_to_input",
-    "pre_act_coefficient",
-    "initial_threshold",
-    "warm_up",
-}
-"""Settings that `shard` may copy. A term of the loss that sums over latents has to sum over ranks: a new setting may
-bring one."""
 
 Kind = TypeVar("Kind", TopKSAE, BatchTopKSAE, JumpReLUSAE, Transcoder)
 
 
-def shard(model: Kind, group: Any = None) -> Kind:
+def shard_sae(model: Kind, group: Any = None) -> Kind:
     """Spreads the latents of an autoencoder over the ranks of a group: each holds a slice, and all work on every row.
 
     The module that comes back is called, trained and evaluated as the model is, on the same x on all ranks, and gives
@@ -60,23 +46,23 @@ def shard(model: Kind, group: Any = None) -> Kind:
     Raises:
         TypeError: another module.
         ValueError: no process group, or fewer latents than ranks.
-        NotImplementedError: a tensor or a setting in the model that this function does not know how to spread.
+        NotImplementedError: a tensor in the model that this function does not know how to spread.
 
     Source: Gao et al. 2024, "Scaling and evaluating sparse autoencoders", on sharding over latents.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> shard(TopKSAE(4, 16, k=2))
+    >>> shard_sae(TopKSAE(4, 16, k=2))
     TopKSAE(d_in=4, d_sae=16, k=2, latents=0:16)
     >>> torch.distributed.destroy_process_group()
     """
-    operator = "nn.shard"
+    operator = "nn.shard_sae"
     if type(model) not in (TopKSAE, BatchTopKSAE, JumpReLUSAE, Transcoder):
         raise TypeError(
             f"{operator}: model must be a TopKSAE, BatchTopKSAE, JumpReLUSAE or Transcoder of gossamer.nn, "
             f"got {type(model).__name__}."
         )
     if model.sharded:
-        raise TypeError(f"{operator}: model must be whole, got one that nn.shard made. Give model.gathered().")
+        raise TypeError(f"{operator}: model must be whole, got one that nn.shard_sae made. Give model.gathered().")
     rank, size = check_group(operator, group)
     if model.d_sae < size:
         raise ValueError(f"{operator}: model must have a latent for each of {size} ranks, got d_sae = {model.d_sae}.")
@@ -87,18 +73,13 @@ def shard(model: Kind, group: Any = None) -> Kind:
             memo[id(tensor)] = like(tensor, part.clone(memory_format=torch.contiguous_format))
         elif name not in _WHOLE:
             raise NotImplementedError(f"{operator}: model has {name}, and how to spread that is not known here.")
-    for name in vars(model):
-        if not name.startswith("_") and name not in {"training", *_SETTINGS}:
-            raise NotImplementedError(
-                f"{operator}: model has the setting {name}, and how slices of a model use it is not known."
-            )
     sharded: Any = copy.deepcopy(model, memo)
     sharded._placement = OnRanks(group, latents)
     return sharded
 
 
 class DataParallel(torch.nn.Module):
-    """See `data_parallel`."""
+    """See `data_parallel_sae`."""
 
     def __init__(self, model: SparseAutoencoder, group: Any) -> None:
         super().__init__()
@@ -110,9 +91,9 @@ class DataParallel(torch.nn.Module):
         if self.training and isinstance(self.model, JumpReLUSAE) and self.model.is_fresh:
             if _ranks_may_have_finished():
                 raise RuntimeError(
-                    "nn.data_parallel: inside of Join no rank can count on the others, and a JumpReLUSAE with a target "
-                    "starts from the rows of all ranks. Call its loss once, or model.initialize_(x) with the same x on "
-                    "all ranks, before Join."
+                    "nn.data_parallel_sae: inside of Join no rank can count on the others, and a JumpReLUSAE with a "
+                    "target starts from the rows of all ranks. Call its loss once, or model.initialize_(x) with the "
+                    "same x on all ranks, before Join."
                 )
             _initialize_together(self.model, x, self.group)
         return super().__call__(x, *args, **options)
@@ -123,8 +104,8 @@ class DataParallel(torch.nn.Module):
             if not self._has_warned:
                 self._has_warned = True
                 warnings.warn(
-                    "nn.data_parallel: inside of torch.distributed.algorithms.join.Join the statistics (firing counts, "
-                    "dead latents, thresholds, steering) are those of one rank's rows.",
+                    "nn.data_parallel_sae: inside of torch.distributed.algorithms.join.Join the statistics (firing "
+                    "counts, dead latents, thresholds, steering) are those of one rank's rows.",
                     stacklevel=2,
                 )
             return self.model.loss(x, *args, **options)  # type: ignore[operator]
@@ -158,7 +139,7 @@ def _ranks_may_have_finished() -> bool:
     return active is not None and bool(active._join_config.enable)
 
 
-def data_parallel(model: Kind, group: Any = None) -> DataParallel:
+def data_parallel_sae(model: Kind, group: Any = None) -> DataParallel:
     """The loss of an autoencoder as a module, for DistributedDataParallel or fully_shard: each rank has its own rows.
 
     Both act when a module's `forward` is called, and an autoencoder's is its reconstruction. This one's is
@@ -171,10 +152,10 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     of one process with all of them. Ranks with unequal numbers of batches train under
     `torch.distributed.algorithms.join.Join` around DistributedDataParallel; statistics there are those of one rank's
     rows, which a warning says. `BatchTopKSAE` lets the rows of a rank compete with one another and not with those
-    of other ranks, so it is that of W batches and not of one; its threshold is the mean of what the ranks' would be.
+    of other ranks, so it is that of W batches and not of one; its threshold is the mean of those of the ranks.
 
     Args:
-        model: an autoencoder or `Transcoder` of this package, or what `shard` makes of it, for a group across the
+        model: an autoencoder or `Transcoder` of this package, or the result of `shard_sae`, for a group across the
             shards. Its parameters and buffers become those of the group's first rank.
         group: a `torch.distributed` process group, that of the wrapper; None is all processes.
 
@@ -190,12 +171,12 @@ def data_parallel(model: Kind, group: Any = None) -> DataParallel:
     Source: Li et al. 2020, "PyTorch Distributed" (DistributedDataParallel); the statistics are new.
 
     >>> torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    >>> trained = torch.nn.parallel.DistributedDataParallel(data_parallel(TopKSAE(4, 16, k=2)))
+    >>> trained = torch.nn.parallel.DistributedDataParallel(data_parallel_sae(TopKSAE(4, 16, k=2)))
     >>> trained(torch.randn(3, 4)).loss.backward()
     >>> del trained  # before its group: the other way round PyTorch may wait for itself for ever
     >>> torch.distributed.destroy_process_group()
     """
-    operator = "nn.data_parallel"
+    operator = "nn.data_parallel_sae"
     if not isinstance(model, SparseAutoencoder):
         raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
     check_group(operator, group)

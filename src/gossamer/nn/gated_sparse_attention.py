@@ -97,7 +97,7 @@ class GatedSparseAttention(nn.Module):
             indexer.q_proj, k_proj, weight_proj and bias, topk_selector.k_predictor, and no rotary_emb.inv_freq.
         dense: True attends to every visible key, for a warm-up of the indexer.
         adaptive: the `attention.AdaptiveK`, or None; may be set, and is copied then.
-        adaptive_k: None, or what the rule knows: `adaptive_k.mean`, a buffer for "variance", and for "learned" the
+        adaptive_k: None, or the state of the rule: `adaptive_k.mean`, a buffer for "variance", and for "learned" the
             parameters `adaptive_k.mean` and `adaptive_k.predictor`. They are part of the state_dict, but one without
             them loads strictly, too, and leaves them as they are.
 
@@ -187,7 +187,7 @@ class GatedSparseAttention(nn.Module):
     def set_adaptive(
         self, adaptive: attention.AdaptiveK | str | None, device: torch.device | str | None = None
     ) -> None:
-        """Sets the rule, and puts what it knows on a device."""
+        """Sets the rule, and puts its state on a device."""
         self.adaptive_k: AdaptiveRule | None = None
         if isinstance(adaptive, str):
             self.adaptive_k = AdaptiveRule(adaptive, self.k_min, self.k_base, self.k_max, device)
@@ -205,10 +205,10 @@ class GatedSparseAttention(nn.Module):
         see more than k_min keys, and so have a choice. Nothing else moves it, training neither.
 
         lengths int `[B]` are as in `forward`. share, above 0 and up to 1, is how far the stored variance moves to that
-        of x, once there is one: less than 1 makes a running mean of several batches. It costs what scoring x costs, in
+        of x, once there is one: less than 1 makes a running mean of several batches. It costs a scoring of x, in
         plain PyTorch, and waits for the device.
         """
-        checks.number(f"{OPERATOR}.calibrate", "share", share, "1.0 forgets what was stored.")
+        checks.number(f"{OPERATOR}.calibrate", "share", share, "1.0 forgets the stored variance.")
         statistics = self._statistics(x)
         real = torch.ones(x.shape[:2], dtype=torch.bool, device=x.device)
         if lengths is not None:
@@ -358,7 +358,7 @@ class GatedSparseAttention(nn.Module):
         selection: attention.Selection | None = None,
         lengths: Tensor | None = None,
     ) -> Tensor:
-        """Attention of what `project` returns, `[B, H, T, D]`: dense where each query takes every key that it sees.
+        """Attention of the result of `project`, `[B, H, T, D]`: dense where each query takes every key that it sees.
 
         k, v and the indexer's keys may be more than the queries, which stand last, or with lengths int `[B]` end beside
         key lengths[b] - 1; where these are fewer than the queries, the first stands beside the first.
@@ -460,15 +460,15 @@ class GatedSparseAttention(nn.Module):
     def project(
         self, x: Tensor, position_ids: Tensor | None = None, indexer: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
-        """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; what the indexer scores
-        by: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
+        """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; the operands of the
+        indexer: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
         y, cos, sin, index = self._products(x, position_ids, indexer)
         return *self._turn(y, cos, sin), index
 
     def _products(
         self, x: Tensor, position_ids: Tensor | None, indexer: bool
     ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """What the layers make of x, side by side; cos and sin of the positions' angles; what the indexer scores by."""
+        """The layers' results of x, side by side; cos and sin of the positions' angles; the operands of the indexer."""
         if why_called(q_proj=self.q_proj) is None:
             checks.module_input(OPERATOR, "x", x, self.q_proj.weight, "hidden_size", self.q_proj.in_features)
         layers = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
@@ -538,7 +538,7 @@ FEW_TOKENS = 64
 
 
 def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
-    """What the layers make of x, side by side; by one product where they are plain and tokens are more than a few, for
+    """The layers' results of x, side by side; by one product where they are plain and tokens are more than a few, for
     which putting weights side by side would cost more than the products."""
     if x.shape[:-1].numel() <= FEW_TOKENS or why_called(**layers) is not None:
         return torch.cat([layer(x) for layer in layers.values()], -1)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer import gemm, sae
 from gossamer._core import checks
-from gossamer._core.recompute import recomputed
+from gossamer._core.recompute import recomputed, remembered
 from gossamer.nn import _recipe
 from gossamer.nn.sae import SAELoss, SparseAutoencoder, mean
 from gossamer.rowsparse import ELL
@@ -28,7 +28,7 @@ class JumpReLUSAE(SparseAutoencoder):
     at x. It finds the power of 2 that `loss` multiplies x with, so that one bandwidth and one learning rate fit any
     data, and starts thresholds where L0 is several times its target. Weights, biases, thresholds and latents are in
     units of x all the same. Then L0 comes down in `warm_up` calls and is held at the target from one call to the next,
-    on the device. A run that stays away from its target warns. Without a target every number is yours, and nothing
+    on the device. Without a target every number is yours, and nothing
     moves but by the optimizer.
 
     Three published penalties are `penalty="step"` (Rajamanoharan et al. 2024), `penalty="quadratic"` (Gemma Scope 2)
@@ -69,7 +69,7 @@ class JumpReLUSAE(SparseAutoencoder):
         threshold: `[d_sae]`, above 0, in units of x.
         log_threshold: `[d_sae]`, the parameter behind `threshold`.
         scaled_b_enc, scaled_b_dec: the parameters behind b_enc and b_dec, `input_scale` times as large; there only if
-            L0 is steered. An optimizer changes biases by steps of one size: these fit it whatever the units of x are.
+            L0 is steered. An optimizer changes biases by steps of one size: these fit it in any units of x.
         input_scale: float32 `[]`, the power of 2 with which `loss` multiplies x; there only if L0 is steered.
         steering: float32 `[3]`, likewise: calls of `loss` (-1 before `initialize_`), the logarithm of a factor on all
             thresholds, L0 of the last call.
@@ -120,7 +120,6 @@ class JumpReLUSAE(SparseAutoencoder):
         self._check_numbers()
         start = math.log(self.initial_threshold or 1.0)
         self.log_threshold = torch.nn.Parameter(torch.full((d_sae,), start, dtype=self._wide, device=device))
-        self._watch = None if target_l0 is None else _recipe.Watch("nn.JumpReLUSAE", target_l0, warm_up)
         self._is_fresh = self.steered
         self._known_scale: float | None = 1.0
         if self.steered:
@@ -205,8 +204,8 @@ class JumpReLUSAE(SparseAutoencoder):
 
     def _encode_in_units_of_x(self, x: Tensor) -> ELL:
         activation = gemm.JumpReLU(self.threshold, self.bandwidth / self._scale_on_host(), self.ste_to_input)
-        weights = {"W_enc": self.W_enc, "b_enc": self.b_enc}
-        return self._counted(*self._latents(x, **weights, activation=activation, capacity=self._capacity))[0]
+        options = {"activation": activation, "capacity": self.capacity}
+        return self._counted(self._placement.encode(x, self.W_enc, self.b_enc, **options))[0]
 
     def _scale_on_host(self) -> float:
         """`input_scale`, where the bandwidth in units of x matters: for gradients. It waits for the device once."""
@@ -231,19 +230,17 @@ class JumpReLUSAE(SparseAutoencoder):
         of x itself."""
         self._check(x)
         # The first run of a checkpoint has steered; its second run must not.
-        follows = self.training and self.target_l0 is not None and not recomputed()
-        if follows and self.steered:
+        follows = self.training and self.steered and not recomputed()
+        if follows:
             if self.is_fresh and x.numel():
                 self.initialize_(x)
             with torch.no_grad():
                 self.steering.copy_(_recipe.advanced(self.steering, *self._course))
         scaled = self._scaled(x)
         found = self._as_first(lambda: self._loss(scaled, scaled))
-        if follows and self.steered and x.numel():
+        if follows and x.numel():
             with torch.no_grad():
                 self.steering[_recipe.L0] = found.l0
-        if follows and self._watch is not None and not self.is_fresh:
-            self._watch.see(found.l0)
         if not self.steered:
             return found
         # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.
@@ -299,7 +296,7 @@ class JumpReLUSAE(SparseAutoencoder):
         if not self.steered or torch.compiler.is_compiling():
             return call()
         now = self.steering
-        then = self._first_found(lambda: now, keep=torch.clone)
+        then = remembered(self, lambda: now, lost=self._lost, keep=torch.clone)
         if then is now:
             return call()
         self.steering = then
@@ -374,7 +371,7 @@ class JumpReLUSAE(SparseAutoencoder):
         if not self.pre_act_coefficient:
             return None
         x = self._placement.copied(x)
-        which, dead = self._first_found(lambda: self._longest_silent(2 * self.d_in))
+        which, dead = remembered(self, lambda: self._longest_silent(2 * self.d_in), lost=self._lost)
         pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self._biases[0].index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))
         below = (self._scaled_threshold.index_select(0, which) - pre).relu() * norms

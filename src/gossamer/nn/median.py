@@ -17,14 +17,14 @@ def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
     Raises:
         ValueError: x is no matrix, or has no row.
 
-    Source: Weiszfeld 1937, with what Vardi and Zhang 2000 do where the point is one of the rows; for autoencoders
+    Source: Weiszfeld 1937, with the step of Vardi and Zhang 2000 where the point is one of the rows; for autoencoders
     Bricken et al. 2023, "Towards Monosemanticity".
 
     >>> geometric_median(torch.tensor([[0.0], [1.0], [100.0]])).round().tolist()
     [1.0]
     """
     if x.dim() != 2 or not x.shape[0]:
-        raise ValueError(f"nn.geometric_median: x must have shape [M, D] with M of at least 1, got {list(x.shape)}.")
+        raise ValueError(f"geometric_median: x must have shape [M, D] with M of at least 1, got {list(x.shape)}.")
     rows = x.detach().to(torch.promote_types(x.dtype, torch.float32))
     # Around the mean, because far from 0 the distances would be lost to rounding.
     mean = rows.mean(0)

@@ -70,9 +70,9 @@ class _Sparse(nn.Module):
 class GatedMLP(_Sparse):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), gate and up in one product.
 
-    Whatever is put on the layers is heeded: where one of them is not a plain `nn.Linear` (an adapter, a quantised or
-    parametrized layer), has a hook, or parameters of another type (DTensor), or where a hook listens to all modules,
-    they are called one after the other. This is looked at in every call.
+    Where one of the layers is not a plain `nn.Linear` (an adapter, a quantised or parametrized layer), has a hook, or
+    parameters of another type (DTensor), or where a hook listens to all modules, the layers are called one after the
+    other. Every call looks at this.
 
     Args:
         hidden_size: of x and of the result.
@@ -83,7 +83,7 @@ class GatedMLP(_Sparse):
             and so keeps nothing.
         method: the path of a block with `"relu"` or `"relu2"`, as in `ffn.gated`, with gradients too. `"fused"`
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
-            and in a CUDA graph takes what the device alone would by then.
+            and in a CUDA graph takes the path of the counts by then.
         l1: whether a call returns `(out, activity)`, an `ffn.Activity` beside the result: L1 for the loss, L0, and on
             how many tokens each neuron fired. Such a call computes all, unless `method` takes a path on lists of active
             entries where a gradient is needed.
@@ -209,4 +209,4 @@ class MLP(_Sparse):
 
 def _check_sizes(operator: str, hidden_size: int, intermediate_size: int) -> None:
     checks.positive(operator, "hidden_size", hidden_size, "It is the size of x.")
-    checks.positive(operator, "intermediate_size", intermediate_size, "It is the size of what lies between.")
+    checks.positive(operator, "intermediate_size", intermediate_size, "It is the number of neurons.")

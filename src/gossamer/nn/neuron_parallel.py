@@ -26,7 +26,7 @@ class NeuronParallel(ParallelStyle):
     Each rank computes its own neurons with the operators of one process, sparse ones too, and one `all_reduce` adds
     their results; the gradient of x takes another. x and the result are the same on all ranks. Parameters become
     DTensors, for optimizers, gradient clipping, checkpoints, and `fully_shard` over another dimension of the mesh. With
-    `l1=True` the activity is that of all neurons.
+    `l1=True` the activity is that of all neurons, and `unlisted` that of the rank with the most.
 
     Raises:
         TypeError: another module.
@@ -74,10 +74,12 @@ class _Parallel(nn.Module):
         out = out if bias is None else out + bias.to_local().to(out.dtype)
         if not isinstance(found, Outputs):
             return out
-        l1, l0, fired = found.activity
-        parts = [torch.empty_like(fired) for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather(parts, fired.contiguous(), group=self.group)
-        return Outputs(out, Activity(add_parts(l1, self.group), sum_over(l0, self.group), torch.cat(parts)))
+        l1, l0, fired, unlisted = found.activity
+        counts = torch.cat((unlisted[None], fired))
+        parts = [torch.empty_like(counts) for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather(parts, counts, group=self.group)
+        unlisted, fired = torch.stack(parts)[:, 0].max(), torch.cat([part[1:] for part in parts])
+        return Outputs(out, Activity(add_parts(l1, self.group), sum_over(l0, self.group), fired, unlisted))
 
     @contextmanager
     def _local(self) -> Iterator[None]:

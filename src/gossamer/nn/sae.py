@@ -1,7 +1,7 @@
 """Sparse autoencoders as modules."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,6 @@ from gossamer.sae.decode import decode_dense
 from gossamer.sae.encode_dense import choose_path, encode_dense, most_slots, slots
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
-
-Found = TypeVar("Found")
 
 
 class SAELoss(NamedTuple):
@@ -61,6 +59,7 @@ class SparseAutoencoder(torch.nn.Module):
     firing_counts: Tensor
     steps_since_fired: Tensor
     dead_after: int
+    capacity: int | None = None
     _wide_buffers: tuple[str, ...] = ()
     _placement: Here = HERE
 
@@ -101,16 +100,16 @@ class SparseAutoencoder(torch.nn.Module):
 
     @property
     def density(self) -> DensityTracker:
-        """How many latents rows have had, and the way that calls go: `"sparse"`, or `"dense"` by plain products.
+        """The numbers of latents of earlier rows, and the path of calls: `"sparse"`, or `"dense"` by plain products.
 
-        A call goes the way that is faster at the density of a few calls ago. `density.pinned` names a way that is
+        A call takes the path that is faster at the density of a few calls ago. `density.pinned` names a path that is
         always taken, `last_path` is the last one.
         """
         return self._density
 
     @property
     def last_path(self) -> str | None:
-        """The way last taken, or None."""
+        """The path last taken, or None."""
         return self._density.last_path
 
     @property
@@ -121,14 +120,14 @@ class SparseAutoencoder(torch.nn.Module):
     def encode(self, x: Tensor) -> ELL:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts firings."""
         self._check(x)
-        return self._encode(x)[0]
+        return self._encode(x, self.capacity)[0]
 
     def decode(self, rows: Rows) -> Tensor:
         """Latents `(..., d_sae)` -> reconstruction `[..., d_in]`; see `sae.decode`."""
         return self._placement.decode(rows, self.W_dec, self.b_dec)
 
     def gathered(self, rank: int | None = None) -> Any:
-        """The whole autoencoder, on the CPU: for `nn.save`, or to use it on one device. Every rank has to call it.
+        """The whole autoencoder, on the CPU: for `nn.save_sae`, or to use it on one device. Every rank has to call it.
 
         Args:
             rank: the rank of the group that gets it, while the others get None; by default all get it.
@@ -137,12 +136,12 @@ class SparseAutoencoder(torch.nn.Module):
 
     @property
     def latents(self) -> range:
-        """Which of the `d_sae` latents are here: all of them, or the slice of this rank (`nn.shard`)."""
+        """Which of the `d_sae` latents are here: all of them, or the slice of this rank (`nn.shard_sae`)."""
         return self._placement.latents or range(self.d_sae)
 
     @property
     def sharded(self) -> bool:
-        """Whether `nn.shard` made this module."""
+        """Whether `nn.shard_sae` made this module."""
         return self._placement.latents is not None
 
     @property
@@ -204,21 +203,19 @@ class SparseAutoencoder(torch.nn.Module):
             along = (grad * rows).sum(1) / rows.square().sum(1).clamp(min=torch.finfo(rows.dtype).tiny)
             self.W_dec.grad.copy_(torch.addcmul(grad, along[:, None], rows, value=-1))
 
-    def _encode(self, x: Tensor, slots: int | None = None) -> tuple[ELL, Tensor]:
-        """(latents, l0 of each row). `slots` is their capacity where the module has none of its own."""
-        return self._counted(*self._latents(x, capacity=self._capacity or slots, **self._options()))
+    def _encode(self, x: Tensor, capacity: int | None) -> tuple[Any, Tensor]:
+        """(latents, l0 of each row)"""
+        return self._counted(
+            self._placement.encode(x, self.W_enc, self._biases[0], capacity=capacity, **self._options())
+        )
 
     def _options(self) -> dict[str, Any]:
         """The arguments of `sae.encode` and `encode_dense` in this mode."""
         raise NotImplementedError
 
     @property
-    def _capacity(self) -> int | None:
-        return getattr(self, "capacity", None)
-
-    @property
     def _expected(self) -> int | None:
-        """How many entries a row has, where the host knows it without looking."""
+        """The number of entries of a row, where the host knows it without looking."""
         return None
 
     def _chosen(
@@ -226,45 +223,38 @@ class SparseAutoencoder(torch.nn.Module):
     ) -> tuple[Rows | Tensor, Tensor, Tensor | None]:
         """(latents as a container or dense, l0, counts of entries where the density tracker follows them)"""
         self._check(x)
-        if self._way(x) == "sparse":
-            if self._expected is not None:
-                return *sparse(x, None), None
-            rows, l0 = sparse(x, slots(self._density.basis(training=self.training), self.d_sae))
-            return rows, l0, rows.packed.counts
+        # The sum over ranks takes packed latents.
+        followed = self._expected is None and not self.sharded
+        path = "sparse"
+        if not self.sharded:
+            rows = x.shape[:-1].numel()
+            path = choose_path(self._density, rows, self.W_dec, self._expected, training=self.training)
+        if path == "sparse":
+            # Where earlier rows would have filled it, up to twice the usual number of slots.
+            found = slots(self._density.basis(training=self.training), self.d_sae) if self._expected is None else None
+            latents, l0 = sparse(x, self.capacity or found)
+            return latents, l0, latents.packed.counts if followed else None
         acts, l0, fired, nnz = encode_dense(x, self.W_enc, self._biases[0], **self._options())
         if self.training:
             with torch.no_grad():
                 self._count(acts, fired)
-        return acts, l0, nnz
-
-    def _way(self, x: Tensor) -> str:
-        if self.sharded:
-            # The sum over ranks takes packed latents.
-            return "sparse"
-        rows = x.shape[:-1].numel()
-        return choose_path(self._density, rows, self.W_dec, self._expected, training=self.training)
+        return acts, l0, nnz if followed else None
 
     def _record(self, nnz: Tensor | None) -> None:
-        if nnz is not None and self._expected is None and not self.sharded:
-            limit = self._capacity or most_slots(self.d_sae)
+        if nnz is not None:
+            limit = self.capacity or most_slots(self.d_sae)
             self._density.record(nnz, training=self.training, limit=limit)
 
-    def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
+    def _entries(self, x: Tensor, capacity: int | None) -> tuple[Rows, Tensor]:
         """As `_encode`, for `loss` alone, in the format that keeps least memory for the backward pass."""
-        return self._encode(x, slots)
+        return self._encode(x, capacity)
 
-    def _latents(
-        self, x: Tensor, *, W_enc: Tensor | None = None, b_enc: Tensor | None = None, **options: Any
-    ) -> tuple[Any, Tensor]:
-        """(latents, l0 of each row), with the weights of the module or others."""
-        weights = (self.W_enc, self._biases[0]) if W_enc is None else (W_enc, b_enc)
-        return self._placement.encode(x, *weights, **options)
-
-    def _counted(self, rows: Any, l0: Tensor) -> tuple[Any, Tensor]:
+    def _counted(self, found: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
+        """Latents and their l0, which a call in training has counted."""
         if self.training:
             with torch.no_grad():
-                self._count(rows, sae.count_fired(rows))
-        return rows, l0
+                self._count(found[0], sae.count_fired(found[0]))
+        return found
 
     def _count(self, rows: Rows | Tensor, fired: Tensor) -> None:
         """Adds a call in training to the statistics, without gradients. A call that a checkpoint computes again was
@@ -305,14 +295,10 @@ class SparseAutoencoder(torch.nn.Module):
         """None while it is 0."""
         return None
 
-    def _first_found(self, find: Callable[[], Found], keep: Callable[[Found], Found] = lambda found: found) -> Found:
-        """find(), a state that moves from call to call; in a checkpoint's second run, the state of its first."""
-        return remembered(self, find, lost=self._lost, keep=keep)
-
     def _lost(self) -> Any:
         raise RuntimeError(
-            f"nn.{type(self).__name__}: a checkpoint computes again what it was not seen to compute first, so what the "
-            "first run knew (of dead latents, of the steering) cannot be told. Use torch.utils.checkpoint with "
+            f"nn.{type(self).__name__}: a checkpoint computes a call again whose first run was not seen, so the state "
+            "of that run (dead latents, steering) is not known. Use torch.utils.checkpoint with "
             "use_reentrant=False, around the whole call, and with no other saved_tensors_hooks inside."
         )
 
@@ -361,8 +347,9 @@ class Reviving(SparseAutoencoder):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.aux_coefficient:
             return None
-        silent = self._first_found(
-            lambda: None if self._none_is_dead() else self._longest_silent(max(2 * self.aux_k, len(self.b_dec)))
+        count = max(2 * self.aux_k, len(self.b_dec))
+        silent = remembered(
+            self, lambda: None if self._none_is_dead() else self._longest_silent(count), lost=self._lost
         )
         if silent is None:
             return None
@@ -370,8 +357,7 @@ class Reviving(SparseAutoencoder):
         # No index is there twice, so that the gradient of index_select has nothing to add up, or to sort for that.
         biases = torch.where(dead, self.b_enc.index_select(0, which), -torch.inf)
         W_enc = self.W_enc.index_select(1, which)
-        topk = gemm.TopK(self.aux_k)
-        rows, _ = self._latents(x, W_enc=W_enc, b_enc=biases, activation=topk, b_dec=self._centre)
+        rows, _ = self._placement.encode(x, W_enc, biases, activation=gemm.TopK(self.aux_k), b_dec=self._centre)
         estimate = self._placement.estimate(rows, self.W_dec.index_select(0, which))
         residual = target.detach().to(self._wide) - reconstruction.detach().to(self._wide)
         loss = mean(squared_error(residual, estimate))
@@ -386,6 +372,10 @@ class Reviving(SparseAutoencoder):
     def _centre(self) -> Tensor | None:
         """The bias that the encoder subtracts from x."""
         return self.b_dec
+
+    def loss(self, x: Tensor) -> SAELoss:
+        """The loss of x `[..., d_in]`; the L0 penalty is 0."""
+        return self._loss(x, x)
 
     def extra_repr(self) -> str:
         return f"d_in={self.d_in}, d_sae={self.d_sae}, k={self.k}{self._placement}"
@@ -443,10 +433,6 @@ class TopKSAE(Reviving):
     ) -> None:
         super().__init__(d_in, d_sae, dtype, device)
         self._set_k(k, aux_coefficient, aux_k, dead_after)
-
-    def loss(self, x: Tensor) -> SAELoss:
-        """The loss of x `[..., d_in]`; the L0 penalty is 0."""
-        return self._loss(x, x)
 
 
 class BatchTopKSAE(Reviving):
@@ -526,11 +512,11 @@ class BatchTopKSAE(Reviving):
     def _expected(self) -> int | None:
         return self.k if self.training else None
 
-    def _entries(self, x: Tensor, slots: int | None = None) -> tuple[Rows, Tensor]:
+    def _entries(self, x: Tensor, capacity: int | None) -> tuple[Rows, Tensor]:
         if not self.training or self.sharded:
-            # How many entries this rank has is not known.
-            return self._encode(x, slots)
-        return self._counted(*self._latents(x, format="csr", **self._options()))
+            # The number of entries of this rank is not known.
+            return self._encode(x, capacity)
+        return self._counted(self._placement.encode(x, self.W_enc, self._biases[0], format="csr", **self._options()))
 
     def _count(self, rows: Rows | Tensor, fired: Tensor) -> None:
         """Moves the threshold towards the smallest value kept, too, without waiting for the device."""
@@ -546,7 +532,3 @@ class BatchTopKSAE(Reviving):
         if isinstance(rows, Tensor):
             return torch.where(rows > 0, rows, torch.inf).amin() if rows.numel() else rows.new_full((), torch.inf)
         return self._placement.least(smallest(rows))
-
-    def loss(self, x: Tensor) -> SAELoss:
-        """The loss of x `[..., d_in]`; the L0 penalty is 0."""
-        return self._loss(x, x)

@@ -61,7 +61,7 @@ class Transcoder(Reviving):
         super().__init__(d_in, d_sae, dtype, device, d_out)
         self._set_k(k, aux_coefficient, aux_k, dead_after)
         self.d_out = d_out
-        # Registered where there is none too: a module's parameters are what it is taken apart by.
+        # Registered where there is none, too: other code takes a module apart by its parameters.
         self.register_parameter("W_skip", torch.nn.Parameter(self.W_dec.new_zeros(d_out, d_in)) if skip else None)
 
     @property
@@ -76,7 +76,7 @@ class Transcoder(Reviving):
         """x `[..., d_in]` -> reconstruction of y `[..., d_out]`."""
         return super().forward(x)
 
-    def loss(self, x: Tensor, y: Tensor) -> SAELoss:
+    def loss(self, x: Tensor, y: Tensor) -> SAELoss:  # type: ignore[override]
         """The loss of y `[..., d_out]` reconstructed from x `[..., d_in]`; the L0 penalty is 0.
 
         Raises:

@@ -1,9 +1,10 @@
-"""What is sparse in a model, layer by layer, by position and by token, and what it gains: as tables and plots."""
+"""How sparse a model's blocks are, by layer, position and token, and the time that each gains: as a table and JSON."""
 
 from __future__ import annotations
 
 import json
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -14,19 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gossamer._core.files import write_text
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import Block, run
-from gossamer.sparsity._timing import pairs
 from gossamer.sparsity.statistics import Batch, LayerStatistics, Recorder, observe, run_batches, sparse_blocks
 
 COMMON = 2**-14
-"""The share of all tokens that one has to be to count as common, as in the paper."""
-
-
-LEAST_LAYERS = 3
-"""Of a correlation."""
+"""The share of all tokens that a common one has at least, as in the paper."""
 NOISE = 0.05
 """A difference in time that counts for none."""
+LEAST = 1e-3
+"""Seconds that calls are repeated for between two readings of the clock."""
 
 
 @dataclass(frozen=True)
@@ -42,41 +41,25 @@ class Measured:
     pairs: tuple[tuple[float, float], ...]
 
     @property
-    def sparse(self) -> float:
-        """Seconds on that path, the median."""
-        return median(sparse for sparse, _ in self.pairs)
-
-    @property
-    def dense(self) -> float:
-        """Seconds in plain PyTorch, the median."""
-        return median(dense for _, dense in self.pairs)
-
-    @property
-    def speed_up(self) -> float:
-        """How many times as long plain PyTorch takes: the median over pairs."""
-        return ratios(self.pairs)[1]
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The 10th and the 90th percentile of that over pairs."""
-        return ratios(self.pairs)[::2]
+    def ratios(self) -> tuple[float, float, float]:
+        """The 10th percentile, the median and the 90th percentile of plain PyTorch's seconds over those of the path."""
+        return _ratios(self.pairs)
 
 
-def ratios(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
-    """The 10th percentile, the median and the 90th percentile of dense over sparse seconds."""
+def _ratios(pairs: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
     found = sorted(dense / sparse for sparse, dense in pairs)
     last = len(found) - 1
-    return found[round(0.1 * last)], median(found), found[round(0.9 * last)]
+    return (found[round(0.1 * last)], median(found), found[round(0.9 * last)]) if found else (math.nan,) * 3
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `report` found. `print` it for its table, `save` it for the plots.
+    """The result of `report`. `print` it for its table, `save` it as text and JSON.
 
     Args:
         layers: `LayerStatistics` by the name of the block's module.
         measured: times by the same names; empty where none were taken.
-        names: of tokens, by their numbers.
+        names: the spelling of a token by its number.
         missed: blocks that were not called, or not as sparse ones, as those with a hook are not.
     """
 
@@ -86,23 +69,17 @@ class Report:
     missed: tuple[str, ...] = ()
 
     def table(self) -> list[dict[str, Any]]:
-        """A row for each layer: its name, what `LayerStatistics` says of it, and times in seconds."""
+        """A row for each layer: its name, its counts, and times in seconds."""
         rows = []
         for name, found in self.layers.items():
-            row: dict[str, Any] = {
-                "layer": name,
-                "neurons": found.num_neurons,
-                "tokens": found.tokens,
-                "mean": found.mean,
-                "p99": found.quantile(0.99),
-                "max": found.max,
-                "union of 32": found.mean_union,
-                "dead": found.dead,
-            }
+            row: dict[str, Any] = {"layer": name, "neurons": found.num_neurons, "tokens": found.tokens}
+            row |= {"mean": found.mean, "p99": found.quantile(0.99), "max": found.max}
+            row["dead"] = found.dead
             if name in self.measured:
                 times = self.measured[name]
-                row |= {"path": times.path, "dense": times.dense, "sparse": times.sparse, "speed-up": times.speed_up}
-                row |= dict(zip(("p10", "p90"), times.spread))
+                sparse, dense = (median(seconds) for seconds in zip(*times.pairs))
+                row |= {"path": times.path, "dense": dense, "sparse": sparse}
+                row |= dict(zip(("p10", "speed-up", "p90"), times.ratios))
             rows.append(row)
         return rows
 
@@ -111,21 +88,16 @@ class Report:
 
         Args:
             layer: the name of one, or None for the mean of all that know their tokens.
-            common: the share of the tokens that one must be to be taken, and one in any case.
+            common: the share of the tokens that a token of the list has, beside being there at all.
 
         Raises:
             ValueError: no such layer.
         """
-        found = self._layers(layer)
-        if not found:
-            return []
-        counts = sum(s.token_tokens.cpu() for s in found)
-        entries = sum(s.token_entries.cpu() for s in found)
-        assert isinstance(counts, Tensor) and isinstance(entries, Tensor)
-        kept = (counts >= max(common * float(counts.sum()), len(found))).nonzero().flatten()
+        entries, counts, layers = self._sums("token", layer)
+        kept = (counts >= max(common * float(counts.sum()), layers, 1)).nonzero().flatten()
         means = entries[kept].double() / counts[kept]
         order = means.argsort(stable=True)
-        often = counts[kept] // len(found)
+        often = counts[kept] // max(layers, 1)
         return [(int(kept[i]), int(often[i]), float(means[i])) for i in order]
 
     def positions(self, layer: str | None = None) -> Tensor:
@@ -137,38 +109,28 @@ class Report:
         Raises:
             ValueError: no such layer.
         """
-        found = [s for s in self._layers(layer, tokens=False) if s.position_tokens.numel()]
-        longest = max((s.position_tokens.numel() for s in found), default=0)
-        sums = torch.zeros(2, longest, dtype=torch.int64)
-        for s in found:
-            held = s.position_tokens.numel()
-            sums[:, :held] += torch.stack((s.position_entries, s.position_tokens)).cpu()
-        return sums[0].double() / sums[1]
+        entries, counts, _ = self._sums("position", layer)
+        return entries.double() / counts
+
+    def _sums(self, kind: str, layer: str | None) -> tuple[Tensor, Tensor, int]:
+        """(entries, tokens) by position or token, summed over layers on the CPU, and how many layers know any."""
+        if layer is not None and layer not in self.layers:
+            raise ValueError(
+                f"sparsity.Report: layer must be one of {', '.join(map(repr, self.layers))}, got {layer!r}."
+            )
+        some = self.layers.values() if layer is None else [self.layers[layer]]
+        pairs = [torch.stack([getattr(s, f"{kind}_{of}").cpu() for of in ("entries", "tokens")]) for s in some]
+        sums = torch.zeros(2, max((pair.shape[1] for pair in pairs), default=0), dtype=torch.int64)
+        for pair in pairs:
+            sums[:, : pair.shape[1]] += pair
+        return sums[0], sums[1], sum(bool(pair[1].any()) for pair in pairs)
 
     @property
-    def correlation(self) -> float:
-        """Pearson's coefficient of the layers' mean entries and their speed-up; NaN of fewer than three layers, for two
-        always lie on a line."""
-        both = [(self.layers[name].mean, times.speed_up) for name, times in self.measured.items()]
-        if len(both) < LEAST_LAYERS:
-            return math.nan
-        return float(torch.corrcoef(torch.tensor(both, dtype=torch.float64).t())[0, 1])
-
-    @property
-    def speed_up(self) -> float:
-        """Plain PyTorch's time of all blocks that were measured over ours, the median; NaN where none was."""
-        return self._ratios[1]
-
-    @property
-    def spread(self) -> tuple[float, float]:
-        """The 10th and the 90th percentile of that over measurements; NaN where none was."""
-        return self._ratios[::2]
-
-    @property
-    def _ratios(self) -> tuple[float, float, float]:
+    def ratios(self) -> tuple[float, float, float]:
+        """The 10th percentile, the median and the 90th percentile of plain PyTorch's time of all blocks over ours; NaN
+        where none was measured."""
         rounds = zip(*(times.pairs for times in self.measured.values()))
-        sums = [(sum(sparse for sparse, _ in taken), sum(dense for _, dense in taken)) for taken in rounds]
-        return ratios(sums) if sums else (math.nan, math.nan, math.nan)
+        return _ratios([(sum(sparse for sparse, _ in taken), sum(dense for _, dense in taken)) for taken in rounds])
 
     @property
     def verdict(self) -> str:
@@ -182,8 +144,8 @@ class Report:
             return f"Not measured: {active} Call report(..., measure=True) to time the blocks."
         paths = Counter(times.path for times in self.measured.values())
         shown = ", ".join(f"{name} in {count}" for name, count in paths.most_common())
-        gain = sum(times.speed_up > 1 + NOISE and times.spread[0] > 1 for times in self.measured.values())
-        low, middle, high = self._ratios
+        gain = sum(t.ratios[1] > 1 + NOISE and t.ratios[0] > 1 for t in self.measured.values())
+        low, middle, high = self.ratios
         times = (
             f"plain PyTorch takes {middle:.2f} times as long as gossamer for its blocks, on the last batch "
             f"({low:.2f} to {high:.2f} in eight of ten measurements)"
@@ -198,28 +160,15 @@ class Report:
             said = f"This model gains nothing and loses nothing: {times}."
         return f"{said} {gain} of {len(self.measured)} layers gain. Paths: {shown}. {active}"
 
-    def save(self, folder: Path | str) -> list[Path]:
-        """Writes `report.txt`, `report.json` and, as PNG, the plots of layers, entries, positions and tokens; returns
-        their paths. Needs matplotlib: `pip install 'gossamer[cli]'`."""
-        from gossamer.sparsity._plots import plots
-
+    def save(self, folder: Path | str) -> None:
+        """Writes `report.txt` and `report.json`: verdict, layers, mean entries by position and by token."""
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        text, data = folder / "report.txt", folder / "report.json"
-        text.write_text(f"{self}\n", encoding="utf-8")
         tokens = [{"token": t, "name": self.names(t), "count": n, "mean": mean} for t, n, mean in self.tokens()]
-        content = {
-            "verdict": self.verdict,
-            "layers": self.table(),
-            "positions": self.positions().tolist(),
-            "tokens": tokens,
-        }
-        data.write_text(json.dumps(_plain(content), indent=1) + "\n", encoding="utf-8")
-        written = [text, data]
-        for name, figure in plots(self).items():
-            written.append(folder / f"{name}.png")
-            figure.savefig(written[-1], dpi=130)
-        return written
+        content = {"verdict": self.verdict, "layers": self.table(), "positions": self.positions().tolist()}
+        write_text("sparsity.Report.save", folder / "report.txt", f"{self}\n")
+        data = json.dumps(_plain(content | {"tokens": tokens}), indent=1)
+        write_text("sparsity.Report.save", folder / "report.json", data + "\n")
 
     def __str__(self) -> str:
         rows = [{key: _short(key, value) for key, value in row.items()} for row in self.table()]
@@ -228,10 +177,6 @@ class Report:
             "  ".join(f"{row.get(key, ''):>{widths[key]}}" for key in widths) for row in ({k: k for k in widths}, *rows)
         ]
         lines.append(self.verdict)
-        if 0 < len(self.measured) < LEAST_LAYERS:
-            lines.append(f"no correlation of mean entries and speed-up: it takes {LEAST_LAYERS} layers that were timed")
-        elif not math.isnan(self.correlation):
-            lines.append(f"correlation of mean entries and speed-up: {self.correlation:.3f}")
         for title, some in (("fewest", self.tokens()[:6]), ("most", self.tokens()[:-7:-1])):
             if some:
                 said = ", ".join(f"{self.names(token)!r} {mean:.1f}" for token, _, mean in some)
@@ -239,14 +184,6 @@ class Report:
         if self.missed:
             lines.append(f"not called, or not as a sparse block: {', '.join(self.missed)}")
         return "\n".join(lines)
-
-    def _layers(self, layer: str | None, tokens: bool = True) -> list[LayerStatistics]:
-        if layer is not None and layer not in self.layers:
-            raise ValueError(
-                f"sparsity.Report: layer must be one of {', '.join(map(repr, self.layers))}, got {layer!r}."
-            )
-        found = list(self.layers.values()) if layer is None else [self.layers[layer]]
-        return [s for s in found if not tokens or (s.token_tokens.numel() and bool(s.token_tokens.any()))]
 
 
 def report(
@@ -257,17 +194,19 @@ def report(
     measure: bool = True,
     progress: Callable[[int, int | None], Any] | None = None,
 ) -> Report:
-    """How sparse a model's blocks are by layer, position and token, which neurons are dead, and what each block gains.
+    """How sparse a model's blocks are by layer, position and token, which neurons are dead, and the gain of each block.
 
-    Counting waits for nothing. Then, with `measure`, the last batch is read again until each block knows how sparse it
-    is, and once more, and each block timed on its input, on the path that it takes by then and in plain PyTorch; that
-    waits for the device.
+    The model reads the batches in evaluation mode, without gradients. Counting waits for nothing. Then, with `measure`,
+    the last batch is read again until each block knows how sparse it is, and once more, and each block is timed on its
+    input, on the path that it takes by then and in plain PyTorch; that waits for the device.
 
     Args:
         model: `nn` modules or a model of transformers after `integrations.transformers.patch(model, sparse=True)`.
-        batches, progress: as in `statistics`.
-        names: of a token by its number, as `lambda token: tokenizer.decode([token])`.
+        batches: arguments of calls of the model: a tensor, keyword arguments as transformers' tokenizers give them, or
+            a tuple of arguments. Rows that an `attention_mask` leaves out are not counted.
+        names: the spelling of a token by its number, as `lambda token: tokenizer.decode([token])`.
         measure: whether blocks are timed.
+        progress: called after each batch with (batches done, batches in all or None).
 
     Returns:
         A `Report`.
@@ -296,20 +235,19 @@ def report(
             "activation is no ReLU calls none, and one that batches do not go through."
         )
     blocks = {name: block for name, block in every.items() if name in recorder.layers}
-    measured = time_blocks(model, blocks, last[0]) if measure else {}
+    measured = _time_blocks(model, blocks, last[0]) if measure else {}
     return Report(recorder.layers, measured, names, tuple(name for name in every if name not in blocks))
 
 
-def time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch) -> dict[str, Measured]:
-    """Times blocks on what they meet when the model reads a batch, on the path that they take once they know it."""
+def _time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch) -> dict[str, Measured]:
+    """Times blocks on their inputs when the model reads a batch, on the path that they take once they know it."""
     run_batches(model, [batch] * max(block.density.rows.lag for block in blocks.values()))
     measured: dict[str, Measured] = {}
 
     def measure(name: str, block: Block) -> None:
         path = blocks[name].last_path
         if path is not None and name not in measured and block.x.numel():
-            operator = "sparsity.report"
-            sparse, dense = (lambda method=method: run(operator, block, method, None) for method in (path, "dense"))
+            sparse, dense = (lambda one=one: run("sparsity.report", block, one, None) for one in (path, "dense"))
             measured[name] = Measured(path, pairs(sparse, dense, block.x.device))
 
     observe("sparsity.report", blocks, measure)
@@ -319,6 +257,33 @@ def time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch) 
         for sparse_block in blocks.values():
             sparse_block.observer = None
     return measured
+
+
+def pairs(
+    first: Callable[[], Any], second: Callable[[], Any], device: torch.device, rounds: int = 15
+) -> tuple[tuple[float, float], ...]:
+    """Seconds of two calls, `rounds` times; waits for the device. The two are timed one right after the other, in turn
+    the one and the other first, so that a load that comes and goes meets both."""
+    calls, repeats = (first, second), []
+    for call in calls:
+        _timed(call, 1, device)
+        repeats.append(max(1, min(64, round(LEAST / max(_timed(call, 1, device), 1e-7)))))
+    taken = []
+    for number in range(rounds):
+        times = {at: _timed(calls[at], repeats[at], device) for at in ((0, 1) if number % 2 == 0 else (1, 0))}
+        taken.append((times[0], times[1]))
+    return tuple(taken)
+
+
+def _timed(call: Callable[[], Any], repeats: int, device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    for _ in range(repeats):
+        call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - start) / repeats
 
 
 def _short(key: str, value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the activations of a model's sparse blocks let through, counted on the device."""
+"""Counts of the active neurons of a model's sparse blocks, on the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from gossamer._core.modes import evaluating
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import Block, activated
-from gossamer.ffn.costs import GROUP
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -29,7 +28,6 @@ class LayerStatistics:
 
     Args:
         histogram: `[N + 1]`, how many tokens had that many entries.
-        unions: `[N + 1]`, how many groups of 32 neighbouring tokens had that many neurons active in all.
         fired: `[N]`, on how many tokens each neuron fired.
         position_entries, position_tokens: `[T]`, the entries and the number of tokens by position in their sequence.
         token_entries, token_tokens: `[V]`, the same by token.
@@ -39,7 +37,6 @@ class LayerStatistics:
     """
 
     histogram: Tensor
-    unions: Tensor
     fired: Tensor
     position_entries: Tensor
     position_tokens: Tensor
@@ -49,7 +46,7 @@ class LayerStatistics:
     @staticmethod
     def empty(num_neurons: int, device: torch.device | str, vocabulary: int = 0) -> LayerStatistics:
         """Of no tokens."""
-        sizes = (num_neurons + 1, num_neurons + 1, num_neurons, 0, 0, vocabulary, vocabulary)
+        sizes = (num_neurons + 1, num_neurons, 0, 0, vocabulary, vocabulary)
         return LayerStatistics(*(torch.zeros(size, dtype=torch.int64, device=device) for size in sizes))
 
     @property
@@ -64,17 +61,13 @@ class LayerStatistics:
     @property
     def mean(self) -> float:
         """Entries of a token, on average; NaN of none."""
-        return _mean(self.histogram)
+        values = torch.arange(self.histogram.numel(), device=self.histogram.device)
+        return float((self.histogram * values).sum().double() / self.histogram.sum())
 
     @property
     def max(self) -> int:
         """Entries of the token that has the most."""
         return self.quantile(1.0)
-
-    @property
-    def mean_union(self) -> float:
-        """Neurons that 32 neighbouring tokens have in all, on average; NaN of no such group."""
-        return _mean(self.unions)
 
     @property
     def dead(self) -> int:
@@ -86,14 +79,6 @@ class LayerStatistics:
         below = self.histogram.cumsum(0)
         return int((below < (share * below[-1]).ceil()).sum())
 
-    def by_position(self) -> Tensor:
-        """Mean entries by position, `[T]` float64 on the CPU; NaN where no token was."""
-        return (self.position_entries.double() / self.position_tokens).cpu()
-
-    def by_token(self) -> Tensor:
-        """Mean entries by token, `[V]` float64 on the CPU; NaN of tokens that did not occur."""
-        return (self.token_entries.double() / self.token_tokens).cpu()
-
     def add(self, active: Tensor, ids: Tensor | None, positions: Tensor | None, mask: Tensor | None) -> None:
         """Counts tokens, without waiting for the device.
 
@@ -104,13 +89,10 @@ class LayerStatistics:
         """
         if mask is not None:
             active = active & mask[:, None]
-        rows = active.shape[0] // GROUP * GROUP
         entries = active.sum(1)
         weight = torch.ones_like(entries) if mask is None else mask.long()
         self.histogram.scatter_add_(0, entries, weight)
         self.fired += active.sum(0)
-        united = active[:rows].view(-1, GROUP, active.shape[1]).any(1).sum(1)
-        self.unions.scatter_add_(0, united, torch.ones_like(united))
         if positions is not None:
             self.position_entries.scatter_add_(0, positions, entries)
             self.position_tokens.scatter_add_(0, positions, weight)
@@ -128,11 +110,10 @@ class LayerStatistics:
 
 
 class Recorder:
-    """Counts what a model's sparse blocks let through while it is entered, without waiting for the device.
+    """Counts the active neurons of a model's sparse blocks while it is entered, without waiting for the device.
 
-    The gate of a block is computed once more for it, in training as well as without gradients. Positions and tokens are
-    known in what `statistics` and `report` run, and otherwise positions alone, of blocks that are called with
-    `[B, T, K]`.
+    The gate of a block is computed once more for it, in training as well as without gradients. `report` knows positions
+    and tokens; otherwise positions alone are known, of blocks that are called with `[B, T, K]`.
 
     Args:
         model: `nn` modules or a model of transformers after `integrations.transformers.patch(model, sparse=True)`.
@@ -192,7 +173,7 @@ class Recorder:
         found.reach(length)
         positions = torch.arange(x.shape[0], device=x.device) % length if length else None
         flat = (None if ids is None else ids.flatten(), positions, None if mask is None else mask.flatten())
-        span = max(GROUP, _ELEMENTS // max(n, 1) // GROUP * GROUP)
+        span = max(1, _ELEMENTS // max(n, 1))
         for first in range(0, x.shape[0], span):
             some = slice(first, first + span)
             active = activated(block._replace(x=x[some])) != 0
@@ -206,35 +187,6 @@ class Recorder:
             return None, None
         mask = mask if isinstance(mask, Tensor) and mask.shape == ids.shape else None
         return ids.to(device).long(), None if mask is None else mask.to(device) != 0
-
-
-def statistics(
-    model: nn.Module, batches: Iterable[Batch], *, progress: Callable[[int, int | None], Any] | None = None
-) -> dict[str, LayerStatistics]:
-    """What a model's sparse blocks let through when it reads batches; in evaluation mode, without gradients.
-
-    Args:
-        model: as in `Recorder`.
-        batches: what the model is called with: a tensor, keyword arguments as transformers' tokenizers give them, or a
-            tuple of arguments. Rows that an `attention_mask` leaves out are not counted.
-        progress: called after each batch with (batches done, batches in all or None).
-
-    Returns:
-        The statistics of each block that was called, by its module's name.
-
-    Raises:
-        ValueError: no sparse block in model.
-
-    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", section 4.3.
-
-    >>> mlp = gossamer.nn.GatedMLP(8, 24, activation="relu")
-    >>> statistics(mlp, [torch.ones(2, 5, 8)])[""].position_tokens.tolist()
-    [2, 2, 2, 2, 2]
-    """
-    sparse_blocks("sparsity.statistics", model)
-    with Recorder(model) as recorder:
-        run_batches(model, batches, recorder.read, progress)
-    return recorder.layers
 
 
 def run_batches(
@@ -267,7 +219,7 @@ def sparse_blocks(operator: str, model: nn.Module) -> dict[str, SparseBlock]:
         raise ValueError(
             f"{operator}: model must have sparse blocks, got none. nn.GatedMLP and nn.MLP are some, and models of "
             "transformers have them after integrations.transformers.patch(model, sparse=True), where their activation "
-            "is a ReLU or squared ReLU: others leave nothing out. print what patch returns: it says why."
+            "is a ReLU or squared ReLU: others leave nothing out. print(patch(model, sparse=True)) says why."
         )
     return found
 
@@ -288,8 +240,3 @@ def _vocabulary(model: nn.Module) -> int:
     if embedding is None:
         embedding = next((module for module in model.modules() if isinstance(module, nn.Embedding)), None)
     return int(getattr(embedding, "num_embeddings", 0))
-
-
-def _mean(histogram: Tensor) -> float:
-    values = torch.arange(histogram.numel(), device=histogram.device)
-    return float((histogram * values).sum().double() / histogram.sum())

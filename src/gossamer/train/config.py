@@ -12,6 +12,7 @@ from gossamer.sparsity import L1Schedule
 
 ACTIVATIONS = ("relu", "relu2", "silu")
 METHODS = ("auto", "fused", "gather")
+ON_OVERFLOW = ("compute", "raise")
 _OPERATOR = "train.Config"
 
 
@@ -25,6 +26,9 @@ class Config:
         gated: whether blocks have a gate.
         method: how blocks compute in training: `"fused"` computes every neuron, `"gather"` goes on lists of active
             entries, and `"auto"` takes lists, layer by layer, once they are faster on a GPU.
+        on_overflow: whether tokens that are in no list (`ffn.Activity.unlisted`) are computed by dense tiles, however
+            many they are (`"compute"`), or a step with more of them than an eighth of a micro-batch ends the run before
+            the optimizer changes anything (`"raise"`; the host waits for the device in each step).
         length: tokens of a sequence.
         batch: sequences of an optimizer step, over all ranks and micro-batches.
         micro_batch: sequences that a rank computes at once.
@@ -54,6 +58,7 @@ class Config:
     activation: str = "relu"
     gated: bool = True
     method: str = "fused"
+    on_overflow: str = "compute"
     length: int = 2048
     batch: int = 512
     micro_batch: int = 8
@@ -79,6 +84,7 @@ class Config:
         checks.number(_OPERATOR, "lr", self.lr, "The paper's is 1e-3.")
         self.schedule  # noqa: B018 - it checks its numbers
         known_values = {"activation": ACTIVATIONS, "dtype": ("float32", "bfloat16"), "method": METHODS}
+        known_values["on_overflow"] = ON_OVERFLOW
         for name, known in known_values.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{_OPERATOR}: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")

@@ -32,6 +32,8 @@ CHOSEN, FULL = 20, 1.25
 """Steps between choices of how blocks compute, and how many times L0 has to have room in lists."""
 PROFILED = 4
 """Steps that a profile covers, after as many others in which kernels are compiled."""
+RESERVE = 8
+"""With `on_overflow="raise"`, one token in so many may be in no list; the paper reserves dense rows for as many."""
 VALIDATED = 1 << 17
 """Tokens of a validation."""
 
@@ -95,6 +97,8 @@ class Run:
 
         Raises:
             FloatingPointError: the loss or its gradient is NaN or infinite. The last checkpoint is good.
+            OverflowError: with `on_overflow="raise"`, too many tokens were in no list. The weights are those of the
+                step before.
             OSError: a checkpoint could not be written. Older ones are good.
         """
         with _reproducible():
@@ -171,7 +175,7 @@ class Run:
         first = self.step * config.batch + self.rank * share
         numbers = self.windows.shuffled(first, share, config.seed)
         weight, parts = config.schedule(self.step), share // micro
-        sums: list[Tensor] = []
+        sums, unlisted = list[Tensor](), torch.zeros(config.layers, dtype=torch.int64, device=self.device)
         for i in range(parts):
             tokens = self.windows.batch(numbers[i * micro : (i + 1) * micro])
             out: Outputs = self.model(_moved(tokens, self.device))
@@ -179,8 +183,11 @@ class Run:
             if out.activity is not None:
                 l1, l0 = out.activity.l1.mean(), out.activity.l0
                 self.tracker.add(out.activity.fired)
+                unlisted = torch.maximum(unlisted, out.activity.unlisted)
             ((loss + weight * l1) / parts).backward()
             sums.append(torch.cat((torch.stack((loss, l1)), l0)).detach() / parts)
+        if config.on_overflow == "raise":
+            self._refuse(unlisted)
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), config.clip)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(config, self.step)
@@ -196,6 +203,19 @@ class Run:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         means = self._summed(torch.stack(sums).sum(0)) / self.world
         return torch.cat((norm[None], means, dead.float().mean(1)))
+
+    def _refuse(self, unlisted: Tensor) -> None:
+        """Raises where more tokens of a micro-batch are in no list than there may be, before the optimizer's step."""
+        if self.world > 1:
+            dist.all_reduce(unlisted, dist.ReduceOp.MAX)
+        most, layer = (int(found) for found in unlisted.max(0))
+        tokens = self.config.micro_batch * self.config.length
+        if most > tokens // RESERVE:
+            raise OverflowError(
+                f"train: in step {self.step + 1}, {most} of {tokens} tokens of layer {layer} are in no list of active "
+                f'entries, and on_overflow="raise" allows {tokens // RESERVE}. The weights are those of step '
+                f'{self.step}. In another folder, give on_overflow="compute", method="fused" or a larger l1.'
+            )
 
     def _summed(self, values: Tensor) -> Tensor:
         if self.world > 1:
@@ -244,6 +264,8 @@ class Run:
         record = {"step": step, **scalars(values[3 : 3 + layers], dead, **others)}
         if self.device.type == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
+            # A block that goes over to lists shows in the next record.
+            torch.cuda.reset_peak_memory_stats(self.device)
         self.records.append(record)
         if self.rank == 0:
             with (self.folder / "log.jsonl").open("a") as log:

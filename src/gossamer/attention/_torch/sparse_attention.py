@@ -9,6 +9,12 @@ from torch import Tensor
 QUERIES, PARTS = 64, 2
 
 
+def position(length: int, num_queries: int, num_keys: int) -> int:
+    """The key beside which query 0 stands, below 0 where that is in front of all keys. The last query stands beside the
+    last of `length` keys; that these are fewer than num_keys moves no query in front of the first key."""
+    return max(length - num_queries, min(num_keys - num_queries, 0))
+
+
 def selected_blocks(
     q: Tensor, k: Tensor, words: Tensor, lengths: Tensor | None, causal: bool
 ) -> Iterator[tuple[int, slice, slice, slice, Tensor, Tensor]]:
@@ -18,7 +24,7 @@ def selected_blocks(
     bits = torch.arange(QUERIES)[:, None]
     for b in range(batch):
         end = tk if lengths is None else max(0, min(tk, int(lengths[b])))
-        offset = tk - tq if lengths is None else max(end - tq, 0)
+        offset = position(end, tq, tk)
         for s in range(scopes):
             first = s * heads // scopes
             those = slice(first, first + heads // scopes)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer.attention._torch.sparse_attention import sparse_attention
+from gossamer.attention._torch.sparse_attention import position, sparse_attention
 
 QUERIES = 64
 
@@ -23,14 +23,11 @@ def sparse_decode(
     out = q.new_empty(b, tq, h, d).transpose(1, 2)
     lse = q.new_empty((b, h, tq), dtype=torch.promote_types(q.dtype, torch.float32))
     for i in range(b):
-        row = words[i : i + 1].clone()
-        offset = row.shape[3] - tq
-        if lengths is not None:
-            end = max(0, min(row.shape[3], int(lengths[i])))
-            row[..., end:] = 0
-            offset = max(end - tq, 0)
+        row, tk = words[i : i + 1].clone(), words.shape[3]
+        end = tk if lengths is None else max(0, min(tk, int(lengths[i])))
+        row[..., end:] = 0
         if causal:
-            row &= _not_before(tq, row.shape[3], offset)
+            row &= _not_before(tq, tk, position(end, tq, tk))
         keys = (row != 0).any(2).any(1)[0].nonzero().squeeze(1)
         if table is None:
             some = [x[i : i + 1, :, keys] for x in (k, v)]

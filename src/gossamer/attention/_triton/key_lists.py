@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.attention._triton._indexer import valid_keys
 
 QUERIES = 64
 
@@ -23,6 +24,14 @@ def not_behind(word, before, LAST: tl.constexpr):
     """word without the bits of queries that stand before the key: the lowest `before` of LAST + 1."""
     kept = word & (tl.full(word.shape, -1, word.dtype) << tl.minimum(tl.maximum(before, 0), LAST).to(word.dtype))
     return tl.where(before > LAST, 0, kept)
+
+
+@triton.jit
+def positions(lengths_ptr, batch, Tq, Tk):
+    """(how many keys a sequence has; the key beside which its first query stands, below 0 where that is in front of
+    all keys). The last query stands beside the last key; a length moves none in front of the first key."""
+    length = valid_keys(lengths_ptr, batch, Tk)
+    return length, tl.maximum(length - Tq, tl.minimum(Tk - Tq, 0))
 
 
 @launch.kernel(do_not_specialize=["N", "first"])
@@ -36,13 +45,9 @@ def _key_lists_kernel(
     out = group.to(tl.int64) * tl.num_programs(0) + scope
     words_ptr += (scope.to(tl.int64) * N + part)[:, None] * Tk
     lists_ptr += out * (1 + 2 * PARTS) * capacity
-    end = tl.minimum(capacity, Tk)
     # Query i stands at key i + offset.
-    offset = Tk - Tq
-    if lengths_ptr is not None:
-        length = tl.load(lengths_ptr + scope // SCOPES).to(tl.int32)
-        end = tl.minimum(end, length)
-        offset = tl.maximum(tl.minimum(length, Tk) - Tq, 0)
+    end, offset = positions(lengths_ptr, scope // SCOPES, Tq, Tk)
+    end = tl.minimum(end, capacity)
     if CAUSAL:
         end = tl.minimum(end, (first + group + 1) * (64 * PARTS) + offset)
     found = 0
@@ -64,15 +69,6 @@ def _key_lists_kernel(
     tl.store(counts_ptr + out, found)
 
 
-def slots(words: Tensor, num_queries: int, lengths: Tensor | None, causal: bool, last: int) -> int:
-    """Keys that any query before `last` may see, in whole cache lines."""
-    tk = words.shape[3]
-    offset = tk - num_queries
-    # With lengths no query stands further back, but for those of a sequence that is shorter than there are queries.
-    seen = min(tk, last + (offset if lengths is None else max(offset, 0))) if causal else tk
-    return launch.cdiv(max(seen, 1), 32) * 32
-
-
 def keys_of_tile(parts: int) -> int:
     """Keys that a program looks at together: as many as registers hold, of whose words there are `parts` a key."""
     return 4096 if parts <= 2 else 4096 // parts
@@ -88,7 +84,9 @@ def key_lists(
     b, s, n, tk = words.shape
     groups = launch.cdiv(n, parts) - first
     groups = min(groups, most) if most else groups
-    capacity = slots(words, num_queries, lengths, causal, (first + groups) * parts * QUERIES)
+    # Keys that any of the queries may see, in whole cache lines; with lengths no query stands further back.
+    seen = min(tk, (first + groups) * parts * QUERIES + tk - num_queries) if causal else tk
+    capacity = launch.cdiv(max(seen, 1), 32) * 32
     lists = torch.empty(groups, b * s, 1 + 2 * parts, capacity, dtype=torch.int32, device=words.device)
     counts = torch.empty(groups, b * s, dtype=torch.int32, device=words.device)
     meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": keys_of_tile(parts)}

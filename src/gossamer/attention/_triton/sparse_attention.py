@@ -23,7 +23,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
 from gossamer._core.ranges import span
-from gossamer.attention._triton.key_lists import QUERIES, key_lists, not_behind
+from gossamer.attention._triton.key_lists import QUERIES, key_lists, not_behind, positions
 from gossamer.attention._triton.sparse_decode import sparse_decode
 
 LIST_BYTES = 1 << 28
@@ -79,11 +79,7 @@ def begin_walk(
         listed = group.to(tl.int64) * (batches * SCOPES) + batch * SCOPES + scope
         return from_ptr + listed * (1 + 2 * PARTS) * capacity, tl.load(counts_ptr + listed), 0
     else:
-        end = capacity
-        offset = capacity - Tq
-        if counts_ptr is not None:
-            end = tl.minimum(end, tl.maximum(tl.load(counts_ptr + batch).to(tl.int32), 0))
-            offset = tl.maximum(end - Tq, 0)
+        end, offset = positions(counts_ptr, batch, Tq, capacity)
         if WALK == 2:
             end = tl.minimum(end, (first + group + 1) * (64 * PARTS) + offset)
         block = (batch * SCOPES + scope) * ((Tq + 63) // 64) + (first + group) * PARTS

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
-from gossamer.attention._triton.key_lists import key_lists, not_behind
+from gossamer.attention._triton.key_lists import key_lists, not_behind, positions
 from gossamer.attention._triton.sparse_attention import (
     LISTS,
     Tile,
@@ -183,11 +183,7 @@ def _sparse_attention_bwd_kv_tiles_kernel(
     at = ((batch * (H // sharing) + kv_head) * Tk + key)[:, None] * D + column[None, :]
     k = tl.load(k_ptr + at, mask=mask, other=0.0)
     v = tl.load(v_ptr + at, mask=mask, other=0.0)
-    end = Tk
-    offset = Tk - Tq
-    if lengths_ptr is not None:
-        end = tl.minimum(end, tl.maximum(tl.load(lengths_ptr + batch).to(tl.int32), 0))
-        offset = tl.maximum(end - Tq, 0)
+    end, offset = positions(lengths_ptr, batch, Tq, Tk)
     steps = tl.cdiv(Tq, 32)
     begin = 0
     if CAUSAL:
@@ -374,7 +370,8 @@ def key_gradients(
     _, h, tq, d = q.shape
     g, tk = k.shape[1:3]
     k, v = k.contiguous(), v.contiguous()
-    dk, dv = torch.zeros(2, *k.shape, dtype=torch.float32, device=k.device)
+    # Results of an operator share no memory.
+    dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
     tile = key_tile(d, q.element_size())
     lists, listed = key_lists(words, lengths, tq, causal, tile.parts)
     entries, scopes = listed.numel(), listed.shape[1]

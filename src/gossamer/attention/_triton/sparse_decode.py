@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton.key_lists import not_behind
+from gossamer.attention._triton.key_lists import not_behind, positions
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)
 CHUNKS: tl.constexpr = tl.constexpr(16)
@@ -68,11 +68,7 @@ def _sparse_decode_parts_kernel(
     kv_head = (head // GROUP).to(tl.int64)
     words_ptr += (batch * SCOPES + head * SCOPES // H) * 2 * Tk
     lists_ptr += ((batch * tl.num_programs(1) + tl.program_id(1)) * parts + part) * 2 * ROOM
-    end = Tk
-    offset = Tk - TQ
-    if lengths_ptr is not None:
-        end = tl.minimum(end, tl.load(lengths_ptr + batch).to(tl.int32))
-        offset = tl.maximum(end - TQ, 0)
+    end, offset = positions(lengths_ptr, batch, TQ, Tk)
     count = list_keys(words_ptr, lists_ptr, part, parts, end, offset, ROOM, CAUSAL)
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -161,7 +157,8 @@ def sparse_decode(
     room = launch.next_power_of_2(launch.cdiv(chunks, cuts)) * BLOCK_N.value
     lists = torch.empty(groups, cuts, 2, room, dtype=torch.int32, device=q.device)
     parts = torch.empty(b, h, tq, cuts, d + 2, dtype=torch.float32, device=q.device)
-    k, v = _alike(k, v)
+    # `sparse_attention`, too, comes here, with q of any strides.
+    q, (k, v) = q.contiguous(), _alike(k, v)
     strides = (k.stride(0), *((k.stride(2), k.stride(1)) if paged else k.stride()[1:3]))
     meta = {
         "ROOM": room,

@@ -8,15 +8,15 @@ longer, too. So did a guess out of a sample of the row's own keys: it halves the
 Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
 `set.ge.f16x2` compares two.
 
-A row beyond the registers is counted at four places at a time, as often as it takes (`_long_threshold_kernel`): rows
-that `candidates` does not take, or whose blocks it marks.
+A row beyond the registers is counted at four places at a time, about a guess that is found likewise, or even ones
+(`_long_threshold_kernel`): rows that `candidates` does not take, or whose blocks it marks.
 """
 
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
 from gossamer.attention import levels
 from gossamer.attention._triton._indexer import in_units, valid_keys, visible_keys
 
@@ -99,11 +99,20 @@ def interpolate(low, high, reach_low, reach_high, k):
 
 @triton.jit
 def narrowed(low, high, reach_low, reach_high, probe, reach, take):
-    """A bracket of the key that `take` reach, and how many reach its ends, once `reach` have reached a key between."""
+    """A bracket of the key that `take` reach, and how many reach its ends, once `reach` have reached a probe, which may
+    lie outside."""
     enough = reach >= take
-    low = tl.where(enough, probe, low)
-    high = tl.where(enough, high, probe)
-    return low, high, tl.where(enough, reach, reach_low), tl.where(enough, reach_high, reach)
+    low = tl.where(enough, tl.maximum(low, probe), low)
+    high = tl.where(enough, high, tl.minimum(high, probe))
+    reach_low = tl.where(enough, tl.minimum(reach_low, reach), reach_low)
+    return low, high, reach_low, tl.where(enough, reach_high, tl.maximum(reach_high, reach))
+
+
+@triton.jit
+def probe_at(low, high, even, fifth: tl.constexpr, middle, off):
+    """A key between low and high: some fifths of the way, or `off` from a guess."""
+    probe = tl.where(even, low + (high - low) * fifth // 5, middle + off)
+    return tl.minimum(tl.maximum(probe, low + 1), high - 1)
 
 
 @triton.jit
@@ -220,24 +229,24 @@ def _long_threshold_kernel(
         high = tl.full([], KEPT_KEY + 1, tl.int32)
         reach_low = visible
         reach_high = tl.full([], 0, tl.int32)
+        guess = tl.load(threshold_ptr + tl.maximum(first - 1, 0), mask=first > 0, other=0)
+        near, far = 128, 1024
+        # Without a row before the slab's the first places are even, and so is every third of the later ones.
+        rounds = tl.where(first > 0, 0, 2)
         while (high - low > 1) & (reach_low != take):
-            width = high - low
-            a = tl.maximum(low + width // 5, low + 1)
-            b = tl.maximum(low + width * 2 // 5, low + 1)
-            c = tl.maximum(low + width * 3 // 5, low + 1)
-            d = tl.maximum(low + width * 4 // 5, low + 1)
+            even = rounds % 3 == 2
+            a = probe_at(low, high, even, 1, guess, -far)
+            b = probe_at(low, high, even, 2, guess, -near)
+            c = probe_at(low, high, even, 3, guess, near)
+            d = probe_at(low, high, even, 4, guess, far)
             na, nb, nc, nd = count_at_four(row_ptr, visible, window, sinks, a, b, c, d, BLOCK, FORCED, PACKED)
-            # The bracket's ends are the largest of the four that enough keys reach, and the next.
-            high = tl.where(na < take, a, tl.where(nb < take, b, tl.where(nc < take, c, tl.where(nd < take, d, high))))
-            reach_high = tl.where(
-                na < take, na, tl.where(nb < take, nb, tl.where(nc < take, nc, tl.where(nd < take, nd, reach_high)))
-            )
-            low = tl.where(
-                nd >= take, d, tl.where(nc >= take, c, tl.where(nb >= take, b, tl.where(na >= take, a, low)))
-            )
-            reach_low = tl.where(
-                nd >= take, nd, tl.where(nc >= take, nc, tl.where(nb >= take, nb, tl.where(na >= take, na, reach_low)))
-            )
+            low, high, reach_low, reach_high = narrowed(low, high, reach_low, reach_high, a, na, take)
+            low, high, reach_low, reach_high = narrowed(low, high, reach_low, reach_high, b, nb, take)
+            low, high, reach_low, reach_high = narrowed(low, high, reach_low, reach_high, c, nc, take)
+            low, high, reach_low, reach_high = narrowed(low, high, reach_low, reach_high, d, nd, take)
+            rounds += 1
+            guess = interpolate(low, high, reach_low, reach_high, take)
+            near, far = (high - low) // 64 + 1, (high - low) // 8
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
             seen = 0
@@ -255,7 +264,9 @@ def _long_threshold_kernel(
         tl.store(last_ptr + first + row, last)
 
 
-BLOCK = 1024
+LONG = launch.Tile({"BLOCK": 1024}, warps=8)
+FEW_LONG = launch.Tile({"BLOCK": 4096}, warps=16)
+"""Of rows that are fewer than multiprocessors: one that has no other row waits for memory."""
 
 
 def find_thresholds(
@@ -283,7 +294,8 @@ def find_thresholds(
         warps = max(1, min(32, words // 1024))
         _row_threshold_kernel((rows, 1, 1), (*given, *sizes, *rule), {"WORDS": words, **meta}, num_warps=warps)
         return
-    _long_threshold_kernel((rows, 1, 1), (*given, flags, *sizes, *rule), {"BLOCK": BLOCK, **meta}, num_warps=8)
+    tile = FEW_LONG if rows < tuning.programs(keys.device) else LONG
+    _long_threshold_kernel((rows, 1, 1), (*given, flags, *sizes, *rule), {**tile.sizes, **meta}, **tile.options)
 
 
 EXAMPLES = {
@@ -292,7 +304,7 @@ EXAMPLES = {
         "PACKED": False, "num_warps": 16,
     },
     _long_threshold_kernel: {
-        "keys_ptr": "*i16", "k_ptr": "*i32", "threshold_ptr": "*i32", "BLOCK": BLOCK, "UNIT": 1, "FORCED": True,
-        "PACKED": False, "num_warps": 8,
+        "keys_ptr": "*i16", "k_ptr": "*i32", "threshold_ptr": "*i32", **LONG.sizes, "UNIT": 1, "FORCED": True,
+        "PACKED": False, "num_warps": LONG.warps,
     },
 }  # fmt: skip

@@ -15,19 +15,18 @@ _CHUNK = 128
 product copies all before it begins, and takes up to twice as long."""
 
 
-def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [M, D], entries of each row [M], or [0] where step is 0, and int32 [1]: of how many rows the gate turned out
-    to be dense, so that all of the block was multiplied)."""
-    x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_bias, squared, _, step = call
+def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor]:
+    """(out [M, D], entries of each row [M], or [0])"""
+    x, gate_weight, gate_bias, threshold, up_weight, up_bias, down_weight, down_bias, squared, counted = call
     m, n = x.shape[0], gate_weight.shape[0]
     out = x.new_empty(m, down_weight.shape[0])
-    nnz = torch.empty(m if step else 0, dtype=torch.int32)
-    whole, step_m = 0, max(CPU_GROUP, _BLOCK // max(n, 1) // CPU_GROUP * CPU_GROUP)
-    for start in range(0, m, step_m):
-        block = slice(start, min(start + step_m, m))
+    nnz = torch.empty(m if counted else 0, dtype=torch.int32)
+    step = max(CPU_GROUP, _BLOCK // max(n, 1) // CPU_GROUP * CPU_GROUP)
+    for start in range(0, m, step):
+        block = slice(start, min(start + step, m))
         z = _gate(x[block], gate_weight, gate_bias)
         z = torch.relu_(z) if threshold is None else activate_(z, threshold)
-        if step:
+        if counted:
             torch.sum(z != 0, 1, dtype=torch.int32, out=nnz[block])
         if squared:
             z *= z
@@ -36,7 +35,6 @@ def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor, Tensor]:
                 if up_weight is not None:
                     z *= linear(x[block], up_weight, up_bias)
                 out[block] = linear(z, down_weight, down_bias)
-            whole += z.shape[0]
             continue
         for first in range(0, z.shape[0], CPU_GROUP):
             inner = slice(first, min(first + CPU_GROUP, z.shape[0]))
@@ -47,7 +45,7 @@ def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor, Tensor]:
                 bias = None if up_bias is None else up_bias[columns]
                 hidden *= linear(x[rows], up_weight.index_select(0, columns), bias)
             out[rows] = linear(hidden, _columns_of(down_weight, columns), down_bias)
-    return out, nnz, nnz.new_full((1,), whole)
+    return out, nnz
 
 
 def _gate(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

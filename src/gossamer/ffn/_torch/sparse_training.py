@@ -73,7 +73,7 @@ def sparse_training(call: SparseTraining) -> Trained:
 
 
 def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(gradients of x, W_gate, W_up, W_down [N, D], sums [2, N])"""
+    """(gradients of x, W_gate, W_up and W_down, sums [2, N])"""
     grad, penalty, x, gate_weight, _, _, up_weight, _, down_weight, values, columns, offsets, heavy, *_ = call
     (m, k), (d, n) = x.shape, down_weight.shape
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -117,4 +117,6 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
             weights[i] += (part_grad.t() @ x[block]).to(wide)
             sums[i] += part_grad.sum(0, dtype=wide)
     found = [weight.to(x.dtype) for weight in weights]
-    return dx, found[0], found[1] if gates > 1 else x.new_empty(0), down.to(x.dtype), sums
+    by_neurons = down.to(x.dtype).t()
+    grad_down = by_neurons if down_weight.t().is_contiguous() else by_neurons.contiguous()
+    return dx, found[0], found[1] if gates > 1 else x.new_empty(0), grad_down, sums

@@ -27,9 +27,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
 from gossamer.ffn._triton.replay import Launched
-from gossamer.ffn.costs import GROUP, MANY
-
-GROUPED = tl.constexpr(GROUP)
+from gossamer.ffn.costs import MANY
 
 
 @triton.jit
@@ -45,13 +43,13 @@ def locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE: tl.constex
 @launch.kernel(do_not_specialize=["tiles"])
 def _ffn_gather_kernel(
     values_ptr, indices_ptr, counts_ptr, x_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr, out_ptr, nnz_ptr,
-    heavy_ptr, taken_ptr, tiles, K, D,
+    heavy_ptr, tiles, K, D,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, SQUARED: tl.constexpr,
     BLOCK_T: tl.constexpr, STAGES: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns, part of its entries). Without `up_ptr` an entry is its own factor. heavy_ptr:
-    the words before LISTED, then the rows that are listed. Where `taken_ptr` is not 0 for a group of rows, others see
-    to it. STAGES steps are on their way at once, all but one of them in shared memory."""
+    the words before LISTED, then the rows that are listed. STAGES steps are on their way at once, all but one of them
+    in shared memory."""
     if DEPENDENT:
         gdc_launch_dependents()
         gdc_wait()
@@ -69,49 +67,45 @@ def _ffn_gather_kernel(
             place = tl.atomic_add(heavy_ptr, 1, sem="relaxed")
             tl.store(heavy_ptr + LISTED + place, row.to(tl.int32))
     else:
-        mine = True
-        if taken_ptr is not None:
-            mine = tl.load(taken_ptr + row // GROUPED) == 0
-        if mine:
-            ends = tl.cumsum(counts, axis=0)
-            d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-            if up_ptr is not None:
-                k = tl.arange(0, BLOCK_K)
-                x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
-            acc = tl.zeros([BLOCK_D], tl.float32)
-            values_ptr += row * tiles * SLOTS
-            indices_ptr += row * tiles * SLOTS
-            entry = part * BLOCK_E + tl.arange(0, BLOCK_E)
-            if STAGES == 1:
+        ends = tl.cumsum(counts, axis=0)
+        d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
+        if up_ptr is not None:
+            k = tl.arange(0, BLOCK_K)
+            x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+        acc = tl.zeros([BLOCK_D], tl.float32)
+        values_ptr += row * tiles * SLOTS
+        indices_ptr += row * tiles * SLOTS
+        entry = part * BLOCK_E + tl.arange(0, BLOCK_E)
+        if STAGES == 1:
+            index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+        for _ in tl.range(part * BLOCK_E, total, PARTS * BLOCK_E, num_stages=STAGES):
+            if STAGES > 1:
                 index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
-            for _ in tl.range(part * BLOCK_E, total, PARTS * BLOCK_E, num_stages=STAGES):
-                if STAGES > 1:
-                    index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
-                held = (entry < total)[:, None]
-                at = index.to(tl.int64)
-                down = tl.load(down_ptr + at[:, None] * D + d[None, :], mask=held & (d < D)[None, :], other=0.0)
-                factor = value * value if SQUARED else value
-                if up_ptr is not None:
-                    up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held & (k < K)[None, :], other=0.0)
-                    if up_bias_ptr is not None:
-                        bias = tl.load(up_bias_ptr + at, mask=entry < total, other=0.0).to(tl.float32)
-                entry += PARTS * BLOCK_E
-                if STAGES == 1:
-                    # Without stages the next entries are found while these weights are on their way.
-                    index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
-                if up_ptr is not None:
-                    product = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
-                    if up_bias_ptr is not None:
-                        product += bias
-                    factor *= product
-                acc += tl.sum(factor[:, None] * down.to(tl.float32), axis=0)
-            if PARTS > 1:
-                out_ptr += (row * PARTS + part) * D
-            else:
-                out_ptr += row * D
-                if down_bias_ptr is not None:
-                    acc += tl.load(down_bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-            tl.store(out_ptr + d, acc, mask=d < D)
+            held = (entry < total)[:, None]
+            at = index.to(tl.int64)
+            down = tl.load(down_ptr + at[:, None] * D + d[None, :], mask=held & (d < D)[None, :], other=0.0)
+            factor = value * value if SQUARED else value
+            if up_ptr is not None:
+                up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held & (k < K)[None, :], other=0.0)
+                if up_bias_ptr is not None:
+                    bias = tl.load(up_bias_ptr + at, mask=entry < total, other=0.0).to(tl.float32)
+            entry += PARTS * BLOCK_E
+            if STAGES == 1:
+                # Without stages the next entries are found while these weights are on their way.
+                index, value = locate(values_ptr, indices_ptr, entry, total, counts, ends, TILE, SLOTS)
+            if up_ptr is not None:
+                product = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+                if up_bias_ptr is not None:
+                    product += bias
+                factor *= product
+            acc += tl.sum(factor[:, None] * down.to(tl.float32), axis=0)
+        if PARTS > 1:
+            out_ptr += (row * PARTS + part) * D
+        else:
+            out_ptr += row * D
+            if down_bias_ptr is not None:
+                acc += tl.load(down_bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+        tl.store(out_ptr + d, acc, mask=d < D)
 
 
 @launch.kernel
@@ -139,11 +133,7 @@ class Choice:
 
 CHOICE = Choice(1, 1024)
 MANY_ROWS = Choice(1, 1024, registers=96)
-"""H200, 29 entries a row, K = D = 2,048, the whole block. 16,384 rows: 1,074 us with weights that are loaded to
-registers, of which 8 programs find room; 1,029 with three stages, 1,009 with these and 96 registers, 1,286 with 80.
-2,048 rows: 160, 152 and 157 us, for 10 programs a multiprocessor leave half of a second round empty. Two warps a row:
-with one or four it takes longer. A plain block of 8,192 neurons takes 951 us with an entry at a time, 1,085 with two
-and 1,036 with four."""
+"""With 96 registers ten programs find room on a multiprocessor. Fewer rows would leave half of a second round empty."""
 STAGED = 96 << 10
 """Bytes of shared memory that a program's stages may take."""
 SLICE = 2048
@@ -158,11 +148,10 @@ def gather(
     out: Tensor,
     nnz: Tensor,
     heavy: Tensor,
-    taken: Tensor | None,
     squared: bool,
     choice: Choice | None = None,
 ) -> list[Launched]:
-    """Writes the rows of `out` that are neither heavy nor taken, lists the heavy ones and counts all entries.
+    """Writes the rows of `out` that are not heavy, lists the others and counts all entries.
 
     x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: the list, still empty.
     """
@@ -176,7 +165,7 @@ def gather(
     slices = launch.cdiv(d, block_d)
     warps = min(16, max(1, max(block_k, block_d) // choice.width))
     stages, registers = stages_and_registers(0 if up_weight is None else k, d, x.element_size(), warps, choice)
-    room = 1 if taken is not None else max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
+    room = max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
     # A power of two: each number of parts is compiled.
     parts = 1 << (room.bit_length() - 1)
     meta = {
@@ -186,7 +175,7 @@ def gather(
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
     heads = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
-    heads += (heavy, taken)
+    heads += (heavy,)
     follows = tuning.dependent_launch(x.device)
     options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
     bound = _ffn_gather_kernel((m, slices, parts), (*heads, tiles, k, d), meta, head=len(heads), **options)

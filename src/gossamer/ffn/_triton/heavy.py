@@ -1,13 +1,17 @@
-"""Rows with too many entries to gather, through dense tiles: gate and up as one product over them alone, and down.
+"""Rows with too many entries to gather, through dense tiles: gate and up over them alone, and down.
 
-Which rows these are only the device knows: `gather` lists them. So there is always a launch, with a grid that fills the
-GPU and no more, whose programs draw tiles of as many rows as the list has; where it is empty they leave at once. The
-rows of x are gathered by the list, 128 to a tile, the rows between the two products stand in the list's order, and the
-result's rows go where the list says. The gate is computed again, for the slots of such rows do not hold all of it.
-A program that draws a tile of the second product waits for the first: its tiles were all drawn before, by programs that
-are at work, so that none waits for one that has not begun.
+Which rows these are only the device knows: `gather` lists them, or `entry_lists` where a block is trained. So there is
+always a launch, with a grid that fills the GPU and no more, whose programs draw tiles of as many rows as there are, and
+leave at once where there are none. Activations of RESERVED rows at a time stand in memory, `[R, N]`; the rows beyond
+take turns with them. The gate is computed again, for the slots of such rows do not hold all of it.
+
+Programs draw tiles by a ticket, step by step: a step's tiles wait until all of the step before are done. Those were
+drawn earlier, by programs that are at work, so that none waits for one that has not begun.
 """
 
+from typing import Any
+
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -16,7 +20,13 @@ from triton.language.extra.cuda import gdc_wait
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton._packed import LISTED
 from gossamer.ffn._triton.replay import Launched
-from gossamer.rowsparse._triton.overflow import SUMMED, dot, summed_apart
+from gossamer.rowsparse._triton.overflow import SUMMED, summed_apart
+
+RESERVED, TRAINED = 8, 24
+"""The part of a batch's rows whose activations are in memory at a time: one in so many, in whole tiles; and where a
+block is trained."""
+GROUP_M = tl.constexpr(8)
+PARTIAL = tl.constexpr(SUMMED)
 
 
 @triton.jit
@@ -29,119 +39,169 @@ def origin_of(tile, tiles_m, tiles_n, GROUP_M: tl.constexpr):
 
 
 @triton.jit
-def product(
-    a_rows, b_rows, stride_b, length, inside, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    EVEN: tl.constexpr, PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """Rows of a, [BLOCK_M, 1] pointers, times rows of b, [1, BLOCK_N], whose elements are `stride_b` apart: float32
-    [BLOCK_M, BLOCK_N]. PARTIAL products at a time are summed on their own, or 0 for all."""
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    k = tl.arange(0, BLOCK_K)
-    b_ptrs = b_rows + k.to(tl.int64)[:, None] * stride_b
-    step = tl.full([], BLOCK_K, tl.int64) * stride_b
-    for first in range(0, length, BLOCK_K):
-        if EVEN:
-            a = tl.load(a_rows + (first + k)[None, :])
-            b = tl.load(b_ptrs, mask=inside[None, :], other=0.0)
-        else:
-            a = tl.load(a_rows + (first + k)[None, :], mask=(k < length - first)[None, :], other=0.0)
-            b = tl.load(b_ptrs, mask=(k < length - first)[:, None] & inside[None, :], other=0.0)
-        b_ptrs += step
-        acc = dot(a, b, acc, PRECISION, UPCAST)
-        if PARTIAL > 0:
-            acc, total = summed_apart(acc, total, (first + BLOCK_K) % PARTIAL == 0)
-    return total + acc if PARTIAL > 0 else acc
+def tile_dot(a, b, acc, DOT: tl.constexpr):
+    """acc + a @ b in float32. DOT: the precision of float32 operands, or "upcast" in the interpreter."""
+    if DOT == "upcast":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc, input_precision=DOT)
 
 
 @triton.jit
-def hidden_tile(
-    heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, tile_m, tile_n, count,
-    N, K, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN: tl.constexpr,
-    PARTIAL: tl.constexpr, SQUARED: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
-):  # fmt: skip
-    """A tile of what lies between the block's products at the listed rows, the gated activations."""
-    at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tl.load(heavy_ptr + LISTED + at, mask=at < count, other=0)
-    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < N
-    x_rows = x_ptr + row.to(tl.int64)[:, None] * K
-    gate_rows = gate_ptr + n.to(tl.int64)[None, :] * K
-    acc = product(x_rows, gate_rows, 1, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PARTIAL, PRECISION, UPCAST)
-    if gate_bias_ptr is not None:
-        acc += tl.load(gate_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    # An entry is kept or not as it is where entries are packed: after it was rounded.
-    z = acc.to(hidden_ptr.dtype.element_ty).to(tl.float32)
-    bound = tl.zeros([BLOCK_N], tl.float32)
+def along(acc, a_rows, b_columns, step_a, step_b, length, valid, inside, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
+    """acc and the product over an inner dimension of two tiles, [BLOCK, 1] and [1, BLOCK] pointers, whose elements are
+    step_a and step_b apart: float32 [BLOCK, BLOCK]. Of float32 that may not be rounded, PARTIAL products at a time are
+    summed on their own."""
+    APART: tl.constexpr = DOT == "ieee" and a_rows.dtype.element_ty == tl.float32
+    total = acc
+    if APART:
+        acc = tl.zeros_like(total)
+    for first in range(0, length, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        at = k.to(tl.int64)
+        a = tl.load(a_rows + at[None, :] * step_a, mask=valid[:, None] & (k < length)[None, :], other=0.0)
+        b = tl.load(b_columns + at[:, None] * step_b, mask=(k < length)[:, None] & inside[None, :], other=0.0)
+        acc = tile_dot(a, b, acc, DOT)
+        if APART:
+            acc, total = summed_apart(acc, total, (first + BLOCK_K) % PARTIAL == 0)
+    return total + acc if APART else acc
+
+
+@triton.jit
+def gate_tile(x_rows, gate_ptr, bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK: tl.constexpr,
+              BLOCK_K: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
+    """(pre-activations, rounded as they are where entries are packed; which are active) of a tile."""
+    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), gate_ptr + n.to(tl.int64)[None, :] * K
+    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK_K, DOT)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    z = acc.to(x_rows.dtype.element_ty)
+    bound = tl.zeros([BLOCK], tl.float32)
     if threshold_ptr is not None:
         bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
         bound = tl.where(bound < 0, 0.0, bound)
-    z = tl.where(z <= bound[None, :], 0.0, z)
-    if SQUARED:
-        z *= z
-    if up_ptr is not None:
-        up_rows = up_ptr + n.to(tl.int64)[None, :] * K
-        up = product(x_rows, up_rows, 1, K, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PARTIAL, PRECISION, UPCAST)
-        if up_bias_ptr is not None:
-            up += tl.load(up_bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-        z *= up
-    tl.store(hidden_ptr + at.to(tl.int64)[:, None] * N + n[None, :], z, mask=(at < count)[:, None] & inside[None, :])
+    active = (z.to(tl.float32) <= bound[None, :]) == 0
+    return z, active & valid[:, None] & inside[None, :]
+
+
+@triton.jit
+def up_tile(x_rows, up_ptr, bias_ptr, n, K, valid, inside, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
+            DOT: tl.constexpr):  # fmt: skip
+    """The up projection, rounded."""
+    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), up_ptr + n.to(tl.int64)[None, :] * K
+    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK_K, DOT)
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    return acc.to(x_rows.dtype.element_ty)
+
+
+@triton.jit
+def wait_for(done_ptr, tiles):
+    """Until so many tiles are done."""
+    while tl.atomic_add(done_ptr, 0, sem="acquire") < tiles:
+        pass
+    tl.debug_barrier()
+
+
+@triton.jit
+def next_tile(words_ptr):
+    """Says that a tile is done, and draws another."""
+    tl.debug_barrier()
+    tl.atomic_add(words_ptr + 1, 1, sem="release")
+    return tl.atomic_add(words_ptr, 1, sem="relaxed")
 
 
 @launch.kernel
 def _ffn_heavy_kernel(
-    heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, down_ptr,
-    down_bias_ptr, out_ptr, N, K, D,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP_M: tl.constexpr, EVEN: tl.constexpr,
-    PARTIAL: tl.constexpr, SQUARED: tl.constexpr, DEPENDENT: tl.constexpr, PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
+    heavy_ptr, words_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr,
+    hidden_ptr, out_ptr, l1_ptr, fired_ptr, R, N, K, D,
+    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, SQUARED: tl.constexpr, DOT: tl.constexpr, BEFORE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Programs draw tiles of the listed rows by a ticket: those of `hidden`, then those of hidden @ down, down [N, D],
-    which go into the rows of the result."""
+    """Programs share the listed rows, R at a time: their hidden activations, then their rows of the result. BEFORE:
+    words of heavy_ptr before the rows; without words_ptr the third and fourth count tiles, drawn and done. l1_ptr and
+    fired_ptr take the sums of rows and the entries of columns, where a block is trained."""
     if DEPENDENT:
         gdc_wait()
+    if words_ptr is None:
+        words_ptr = heavy_ptr + 2
     count = tl.load(heavy_ptr)
+    number = 0
     if count > 0:
-        tiles_m, tiles_n, tiles_d = tl.cdiv(count, BLOCK_M), tl.cdiv(N, BLOCK_N), tl.cdiv(D, BLOCK_N)
-        first = tiles_m * tiles_n
-        number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
-        while number < first:
-            tile_m, tile_n = origin_of(number, tiles_m, tiles_n, GROUP_M)
-            hidden_tile(
-                heavy_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, hidden_ptr, tile_m,
-                tile_n, count, N, K, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PARTIAL, SQUARED, PRECISION, UPCAST,
+        number = tl.atomic_add(words_ptr, 1, sem="relaxed")
+    begin = 0
+    for base in range(0, count, R):
+        held = tl.minimum(count - base, R)
+        tiles_m, tiles_n, tiles_d = tl.cdiv(held, BLOCK), tl.cdiv(N, BLOCK), tl.cdiv(D, BLOCK)
+        end = begin + tiles_m * tiles_n
+        if number < end:
+            wait_for(words_ptr + 1, begin)
+        while number < end:
+            tile_m, tile_n = origin_of(number - begin, tiles_m, tiles_n, GROUP_M)
+            place = tile_m * BLOCK + tl.arange(0, BLOCK)
+            valid = place < held
+            row = tl.load(heavy_ptr + BEFORE + base + place, mask=valid, other=0).to(tl.int64)
+            n = tile_n * BLOCK + tl.arange(0, BLOCK)
+            inside = n < N
+            x_rows = x_ptr + row[:, None] * K
+            z, active = gate_tile(
+                x_rows, gate_ptr, gate_bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT
             )  # fmt: skip
-            tl.debug_barrier()
-            tl.atomic_add(heavy_ptr + 3, 1, sem="release")
-            number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
-        while tl.atomic_add(heavy_ptr + 3, 0, sem="acquire") < first:
-            pass
-        tl.debug_barrier()
-        while number < first + tiles_m * tiles_d:
-            tile_m, tile_d = origin_of(number - first, tiles_m, tiles_d, GROUP_M)
-            at = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-            d = tile_d * BLOCK_N + tl.arange(0, BLOCK_N)
+            hidden = tl.where(active, z.to(tl.float32), 0.0)
+            if SQUARED:
+                hidden *= hidden
+            if up_ptr is not None:
+                up = up_tile(x_rows, up_ptr, up_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT)
+                # Zeros where nothing is active, whatever the other factor.
+                hidden = tl.where(active, hidden.to(z.dtype).to(tl.float32) * up.to(tl.float32), 0.0)
+            if fired_ptr is not None:
+                tl.atomic_add(fired_ptr + n, tl.sum(active.to(tl.int32), axis=0), mask=inside, sem="relaxed")
+            to = hidden_ptr + place.to(tl.int64)[:, None] * N + n[None, :]
+            tl.store(to, hidden, mask=valid[:, None] & inside[None, :])
+            number = next_tile(words_ptr)
+        begin, end = end, end + tiles_m * tiles_d
+        if number < end:
+            wait_for(words_ptr + 1, begin)
+        while number < end:
+            tile_m, tile_d = origin_of(number - begin, tiles_m, tiles_d, GROUP_M)
+            place = tile_m * BLOCK + tl.arange(0, BLOCK)
+            valid = place < held
+            row = tl.load(heavy_ptr + BEFORE + base + place, mask=valid, other=0).to(tl.int64)
+            d = tile_d * BLOCK + tl.arange(0, BLOCK)
             inside = d < D
-            h_rows = hidden_ptr + tl.where(at < count, at, 0).to(tl.int64)[:, None] * N
-            w_columns = down_ptr + d[None, :]
-            acc = product(h_rows, w_columns, D, N, inside, BLOCK_M, BLOCK_N, BLOCK_K, EVEN, PARTIAL, PRECISION, UPCAST)
+            h_rows = hidden_ptr + place.to(tl.int64)[:, None] * N
+            acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+            acc = along(acc, h_rows, down_ptr + d[None, :], 1, D, N, valid, inside, BLOCK_K, DOT)
             if down_bias_ptr is not None:
                 acc += tl.load(down_bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-            row = tl.load(heavy_ptr + LISTED + at, mask=at < count, other=0)
-            to = out_ptr + row.to(tl.int64)[:, None] * D + d[None, :]
-            tl.store(to, acc, mask=(at < count)[:, None] & inside[None, :])
-            number = tl.atomic_add(heavy_ptr + 2, 1, sem="relaxed")
+            tl.store(out_ptr + row[:, None] * D + d[None, :], acc, mask=valid[:, None] & inside[None, :])
+            if l1_ptr is not None:
+                if tile_d == 0:
+                    l1 = tl.zeros([BLOCK], tl.float32)
+                    for first in range(0, N, BLOCK_K):
+                        k = first + tl.arange(0, BLOCK_K)
+                        hidden = tl.load(h_rows + k[None, :], mask=valid[:, None] & (k < N)[None, :], other=0.0)
+                        l1 += tl.sum(tl.abs(hidden.to(tl.float32)), axis=1)
+                    tl.store(l1_ptr + row, l1, mask=valid)
+            number = next_tile(words_ptr)
+        begin = end
 
 
-def tile_for(m: int, n: int, k: int, weight: Tensor) -> tuple[dict[str, object], int, int]:
-    """(tile, warps, stages) of products along k and along n."""
-    half = weight.element_size() == 2
-    wide = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}
-    tile = wide if half and m > 64 else {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 32}
-    even = k % tile["BLOCK_K"] == 0 and n % tile["BLOCK_K"] == 0
-    meta: dict[str, object] = {**tile, "GROUP_M": 8, "EVEN": even, "PARTIAL": 0 if half or tuning.tf32() else SUMMED}
-    # Of 8 warps in float32 too, so that two sums fit the registers.
-    return meta, 4 if half and tile is not wide else 8, 3
+def tile_for(x: Tensor, squared: bool) -> tuple[dict[str, Any], dict[str, int]]:
+    """(sizes, options of a launch)."""
+    precision = tuning.dot_precision(x, 0)
+    dot = "upcast" if precision["UPCAST"] else precision["PRECISION"]
+    if x.element_size() == 2 and not launch.INTERPRET:
+        block, inner, stages = 128, 64 if tuning.hopper(x.device) else 32, 3
+    else:
+        block, inner, stages = (32, 32, 2) if launch.INTERPRET else (64, 32, 2)
+    meta = {"BLOCK": block, "BLOCK_K": inner, "SQUARED": squared, "DOT": dot}
+    return meta, {"num_warps": 8, "num_stages": stages}
+
+
+def reserved(m: int, part: int = TRAINED) -> int:
+    """Rows whose activations are in memory at a time."""
+    return min(m, 128 * launch.cdiv(m, 128 * part))
 
 
 def start(listed: Tensor, limit: int) -> None:
@@ -153,28 +213,28 @@ def start(listed: Tensor, limit: int) -> None:
 def project(
     listed: Tensor,
     x: Tensor,
-    gate: tuple[Tensor, Tensor | None, Tensor | None],
-    up: tuple[Tensor, Tensor | None] | None,
-    down: tuple[Tensor, Tensor | None],
+    weights: tuple[Tensor | None, ...],
     out: Tensor,
     squared: bool,
+    trained: tuple[Tensor, Tensor] | None = None,
 ) -> Launched:
-    """Writes the rows of `out` that are listed. gate: weight [N, K], bias, threshold; up: weight [N, K], bias; down:
-    weight [N, D], bias; all contiguous."""
-    (m, k), n, d = x.shape, gate[0].shape[0], out.shape[1]
-    meta, warps, stages = tile_for(m, n, k, gate[0])
-    follows = tuning.dependent_launch(x.device)
-    meta |= {"SQUARED": squared, "DEPENDENT": follows, **tuning.dot_precision(x, max(k, n))}
-    heads = (listed, x, *gate, *(up or (None, None)), x.new_empty(m, n), *down, out)
-    grid, options = (2 * tuning.programs(x.device), 1, 1), {"num_warps": warps, "num_stages": stages}
-    bound = _ffn_heavy_kernel(grid, (*heads, n, k, d), meta, launch_pdl=follows, head=len(heads), **options)
+    """Writes the rows of `out` that are listed. weights, contiguous: of the gate [N, K], bias, threshold; of up [N, K],
+    bias; of down [N, D], bias. trained: l1 [M] and fired [N]; the list is then one of `entry_lists`."""
+    (m, k), n, d = x.shape, weights[0].shape[0], out.shape[1]  # type: ignore[union-attr]
+    rows, (meta, options) = reserved(m, TRAINED if trained else RESERVED), tile_for(x, squared)
+    follows = trained is None and tuning.dependent_launch(x.device)
+    words = None if trained is None else torch.zeros(2, dtype=torch.int32, device=x.device)
+    meta |= {"BEFORE": LISTED.value if trained is None else 1, "DEPENDENT": follows}
+    heads = (listed, words, x, *weights, x.new_empty(rows, n), out, *(trained or (None, None)))
+    grid = (2 * tuning.programs(x.device), 1, 1)
+    bound = _ffn_heavy_kernel(grid, (*heads, rows, n, k, d), meta, launch_pdl=follows, head=len(heads), **options)
     return Launched(bound, heads)
 
 
 EXAMPLES = {
     _ffn_heavy_kernel: {
-        "gate_bias_ptr": "*bf16", "up_bias_ptr": "*bf16", "down_bias_ptr": "*bf16", "BLOCK_M": 128, "BLOCK_N": 128,
-        "BLOCK_K": 32, "GROUP_M": 8, "EVEN": True, "PARTIAL": 0, "SQUARED": True, "DEPENDENT": False,
-        "PRECISION": "ieee", "UPCAST": False, "num_warps": 8, "num_stages": 3,
+        "gate_bias_ptr": "*bf16", "threshold_ptr": None, "up_bias_ptr": None, "down_bias_ptr": None,
+        "words_ptr": "*i32", "BLOCK": 128, "BLOCK_K": 32, "SQUARED": False, "DOT": "ieee", "BEFORE": 1,
+        "DEPENDENT": False, "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip

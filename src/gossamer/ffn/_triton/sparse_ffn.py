@@ -1,9 +1,9 @@
 """A feed-forward block whose gate is packed as it is computed, and what its rows need after that.
 
-The gate is packed tile by tile (`gemm.linear_pack`). Then one of three kernels computes a row, by counts that only the
-device knows: it gathers the weights of the row's entries (`gather`), or those of the union of its group's entries
-(`union`), or multiplies in dense tiles (`heavy`). All kernels are launched, and leave at once where nothing is left to
-them. Few rows have kernels of their own (`few`). Calls that launch the same are repeated (`replay`).
+The gate is packed tile by tile (`gemm.linear_pack`). Then one of two kernels computes a row, by counts that only the
+device knows: it gathers the weights of the row's entries (`gather`), or multiplies in dense tiles (`heavy`). Both are
+launched, and the second leaves at once where no row is left to it. Few rows have kernels of their own (`few`). Calls
+that launch the same are repeated (`replay`).
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.ffn._triton import few, gather, heavy, replay, union
+from gossamer.ffn._triton import few, gather, heavy, replay
 from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
 from gossamer.ffn._triton.replay import Launched
-from gossamer.ffn.costs import costs_of, sampled_groups
+from gossamer.ffn.costs import costs_of
 from gossamer.ffn.records import SparseFfn
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose, rows_contiguous
@@ -28,33 +28,31 @@ Operands = tuple[Tensor | None, ...]
 down."""
 
 
-def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor, Tensor]:
-    """(out [M, D], entries of each row [M], columns that groups of rows have in all), the latter two [0] where step is
-    0."""
-    operands, (squared, united, step) = call[:8], call[8:]
+def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor]:
+    """(out [M, D], entries of each row [M], or [0])"""
+    operands, (squared, counted) = call[:8], call[8:]
     x, down_bias = call.x, call.down_bias
     m, n, d = x.shape[0], call.gate_weight.shape[0], call.down_weight.shape[0]
     is_few, out = m <= few.ROWS, x.new_empty(m, d)
-    nnz = torch.empty(m if step else 0, dtype=torch.int32, device=x.device)
+    nnz = torch.empty(m if counted else 0, dtype=torch.int32, device=x.device)
     if m == 0 or n == 0 or d == 0:
         out.copy_(out.new_zeros(d) if down_bias is None else down_bias)
-        return out, nnz.zero_(), nnz.new_zeros(sampled_groups(m, step))
-    results = (out, nnz) if step else (out,)
-    # Groups are counted in one call of many; that one is not repeated.
-    sizes = nnz.new_zeros(sampled_groups(m, step)) if is_few and step else nnz.new_empty(sampled_groups(m, step))
+        return out, nnz.zero_()
+    results = (out, nnz) if counted else (out,)
     known = None
-    if not launch.INTERPRET and (is_few or (step == 0 and m <= BLOCK)):
-        known = replay.call_of(operands, squared, united and not is_few, step > 0)
+    # Many rows are counted in one call of several; that one is not repeated.
+    if not launch.INTERPRET and (is_few or (not counted and m <= BLOCK)):
+        known = replay.call_of(operands, squared, counted)
         if replay.repeat(known, operands, results):
-            return out, nnz, sizes
+            return out, nnz
     read = _readable(operands, is_few)
     if is_few:
-        launched = few.project(read, out, nnz if step else None, squared)
+        launched = few.project(read, out, nnz if counted else None, squared)
     else:
-        launched = _many(read, out, nnz if step else nnz.new_empty(m), sizes, squared, united, step)
+        launched = _many(read, out, nnz if counted else nnz.new_empty(m), squared)
     if known is not None and all(a is b for a, b in zip(operands, read, strict=True)):
         replay.record(known, operands, results, launched)
-    return out, nnz, sizes
+    return out, nnz
 
 
 def _readable(operands: Operands, is_few: bool) -> Operands:
@@ -66,16 +64,8 @@ def _readable(operands: Operands, is_few: bool) -> Operands:
     return *read[:-1], down_weight, read[-1]
 
 
-def _many(
-    operands: Operands,
-    out: Tensor,
-    nnz: Tensor,
-    sizes: Tensor,
-    squared: bool,
-    united: bool,
-    step: int,
-) -> list[Launched | None]:
-    """Writes out and nnz for any number of rows, BLOCK at a time, and sizes where step is not 0."""
+def _many(operands: Operands, out: Tensor, nnz: Tensor, squared: bool) -> list[Launched | None]:
+    """Writes out and nnz for any number of rows, BLOCK at a time."""
     x, *gate, up_weight, up_bias, down_weight, down_bias = operands
     assert x is not None and down_weight is not None
     launched: list[Launched | None] = []
@@ -84,10 +74,8 @@ def _many(
     up = None if up_weight is None else (up_weight, up_bias)
     for first in range(0, x.shape[0], BLOCK):
         part = slice(first, min(first + BLOCK, x.shape[0]))
-        some = slice(sampled_groups(first, step), sampled_groups(part.stop, step))
-        results, down = (out[part], nnz[part], sizes[some]), (down_rows, down_bias)
         source = None if by_columns or first else down_weight
-        launched += _block(x[part], tuple(gate), up, down, source, squared, united, step, results)
+        launched += _block(x[part], tuple(gate), up, (down_rows, down_bias), source, squared, out[part], nnz[part])
     return launched
 
 
@@ -98,13 +86,12 @@ def _block(
     down: tuple[Tensor, Tensor | None],
     source: Tensor | None,
     squared: bool,
-    united: bool,
-    step: int,
-    results: tuple[Tensor, Tensor, Tensor],
+    out: Tensor,
+    nnz: Tensor,
 ) -> list[Launched | None]:
     """The launches of one block of rows. The weight of down is [N, D] here, the transpose of `source` where that is
     given: this fills it."""
-    (m, k), n, (out, nnz, sizes) = x.shape, gate[0].shape[0], results
+    (m, k), n = x.shape, gate[0].shape[0]
     limit = costs_of(n, k, out.shape[1], up is not None, x).limit
     listed = torch.empty(LISTED.value + m, dtype=torch.int32, device=x.device)
     packed, packs = pack(x, *gate, words=(listed, limit))
@@ -113,17 +100,8 @@ def _block(
     launched: list[Launched | None] = [packs]
     if source is not None:
         launched.append(_turned(source, down[0], packs.bound is not None))
-    unions = None
-    if step and not (united and step == 1):
-        union.count(packed, limit, step, n, sizes)
-    if united:
-        unions = union.unite(packed, limit, n, squared, sizes if step == 1 else None)
-        launched.append(unions.launched)
-    taken = None if unions is None else unions.sizes
-    launched += gather.gather(packed, x, up, down, out, nnz, listed, taken, squared)
-    if unions is not None:
-        launched += union.project(unions, packed, limit, x, up, down, out)
-    return [*launched, heavy.project(listed, x, gate, up, down, out, squared)]
+    launched += gather.gather(packed, x, up, down, out, nnz, listed, squared)
+    return [*launched, heavy.project(listed, x, (*gate, *(up or (None, None)), *down), out, squared)]
 
 
 def _turned(weight: Tensor, out: Tensor, beside: bool) -> Launched:

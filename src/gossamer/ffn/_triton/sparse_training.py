@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer._core.compiling import together
-from gossamer.ffn._triton import train_columns, train_heavy, train_rows
+from gossamer.ffn._triton import heavy, train_columns, train_heavy, train_rows
 from gossamer.ffn._triton.entry_lists import RowLists, Weights, column_lists, row_lists
 from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
@@ -23,13 +23,13 @@ TILE = 256
 """Columns of a tile, as Hopper's kernel packs them."""
 
 
-def turned(down_weight: Tensor) -> Tensor:
-    """Its rows by neurons, `[N, D]`."""
-    d, n = down_weight.shape
-    if down_weight.stride(1) != 1 or d == 1:
-        return down_weight.t().contiguous()
-    out = down_weight.new_empty(n, d)
-    launch_dense_transpose(down_weight, out, False)
+def turned(weight: Tensor) -> Tensor:
+    """weight.t(), contiguous."""
+    rows, columns = weight.shape
+    if weight.stride(1) != 1 or rows == 1:
+        return weight.t().contiguous()
+    out = weight.new_empty(columns, rows)
+    launch_dense_transpose(weight, out, False)
     return out
 
 
@@ -48,7 +48,7 @@ def sparse_training(call: SparseTraining) -> Trained:
     weights = Weights(*call[1:6], turned(call.down_weight))
     lists = lists_of(x, weights, call.limit, call.room, call.slots)
     out, up_values, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
-    train_heavy.forward(lists, x, weights, call.down_bias, out, l1, squared)
+    heavy.project(lists.heavy, x, (*weights, call.down_bias), out, squared, (l1, lists.fired))
     kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
     up_values = x.new_empty(0) if up_values is None else up_values
     return Trained(out, l1.mean(), lists.nnz, lists.fired, *kept, up_values)
@@ -56,8 +56,8 @@ def sparse_training(call: SparseTraining) -> Trained:
 
 @together
 def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(gradients of x, W_gate, W_up, W_down [N, D], sums [2, N])"""
-    grad, penalty, x, *_, values, columns, offsets, heavy, up_values, squared = call
+    """(gradients of x, W_gate, W_up and W_down, sums [2, N])"""
+    grad, penalty, x, *_, values, columns, offsets, unlisted, up_values, squared = call
     weights = Weights(*call[3:8], turned(call.down_weight))
     n = weights.gate.shape[0]
     share = None if penalty is None else (penalty / x.shape[0]).float()
@@ -75,7 +75,9 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
 
     grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums, input_gradient)
     del by_neuron, by_column
-    train_heavy.backward(heavy, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
+    train_heavy.backward(unlisted, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
+    # A gradient that lies otherwise than its weight would be copied, element by element, when it is accumulated.
+    grad_down = grad_down.t() if call.down_weight.t().is_contiguous() else turned(grad_down)
     return dx, grad_gate, x.new_empty(0) if grad_up is None else grad_up, grad_down, sums
 
 

@@ -1,14 +1,8 @@
-"""Rows with too many entries to gather, in the forward and the backward pass of a block that is trained: dense tiles.
+"""Rows with too many entries to gather, in the backward pass of a block that is trained: dense tiles.
 
-Which rows these are only the device knows; `entry_lists` lists them. One launch a pass draws tiles of as many rows as
-there are, and leaves at once where there are none. Activations of RESERVED rows at a time stand in memory, `[R, N]`;
-the rows beyond take turns with them. Nothing is kept between the passes: a row's pre-activations are computed again.
-
-Programs draw tiles by a ticket, step by step: a step's tiles wait until all of the step before are done. Those were
-drawn earlier, by programs that are at work, so that none waits for one that has not begun.
+One launch draws tiles of as many rows as there are, as `heavy` does in the forward pass, and leaves at once where there
+are none. Nothing is kept between the passes: a row's pre-activations are computed again.
 """
-
-from typing import Any
 
 import torch
 import triton
@@ -16,145 +10,18 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton.entry_lists import RowLists
-from gossamer.ffn._triton.heavy import origin_of
-
-RESERVED = 8
-"""The part of a batch's rows whose activations are in memory at a time: one in so many."""
-GROUP_M = tl.constexpr(8)
-
-
-@triton.jit
-def tile_dot(a, b, acc, DOT: tl.constexpr):
-    """acc + a @ b in float32. DOT: the precision of float32 operands, or "upcast" in the interpreter."""
-    if DOT == "upcast":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
-    else:
-        return tl.dot(a, b, acc, input_precision=DOT)
-
-
-@triton.jit
-def along(acc, a_rows, b_columns, step_a, step_b, length, valid, inside, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
-    """acc and the product over an inner dimension of two tiles, [BLOCK, 1] and [1, BLOCK] pointers, whose elements are
-    step_a and step_b apart: float32 [BLOCK, BLOCK]."""
-    for first in range(0, length, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        at = k.to(tl.int64)
-        a = tl.load(a_rows + at[None, :] * step_a, mask=valid[:, None] & (k < length)[None, :], other=0.0)
-        b = tl.load(b_columns + at[:, None] * step_b, mask=(k < length)[:, None] & inside[None, :], other=0.0)
-        acc = tile_dot(a, b, acc, DOT)
-    return acc
-
-
-@triton.jit
-def gate_tile(x_rows, gate_ptr, bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK: tl.constexpr,
-              BLOCK_K: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
-    """(pre-activations, rounded as they are where entries are packed; which are active) of a tile."""
-    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), gate_ptr + n.to(tl.int64)[None, :] * K
-    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK_K, DOT)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    z = acc.to(x_rows.dtype.element_ty)
-    bound = tl.zeros([BLOCK], tl.float32)
-    if threshold_ptr is not None:
-        bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
-        bound = tl.where(bound < 0, 0.0, bound)
-    active = (z.to(tl.float32) <= bound[None, :]) == 0
-    return z, active & valid[:, None] & inside[None, :]
-
-
-@triton.jit
-def up_tile(x_rows, up_ptr, bias_ptr, n, K, valid, inside, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-            DOT: tl.constexpr):  # fmt: skip
-    """The up projection, rounded."""
-    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), up_ptr + n.to(tl.int64)[None, :] * K
-    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK_K, DOT)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    return acc.to(x_rows.dtype.element_ty)
-
-
-@triton.jit
-def wait_for(done_ptr, tiles):
-    """Until so many tiles are done."""
-    while tl.atomic_add(done_ptr, 0, sem="acquire") < tiles:
-        pass
-    tl.debug_barrier()
-
-
-@triton.jit
-def next_tile(words_ptr):
-    """Says that a tile is done, and draws another."""
-    tl.debug_barrier()
-    tl.atomic_add(words_ptr + 1, 1, sem="release")
-    return tl.atomic_add(words_ptr, 1, sem="relaxed")
-
-
-@launch.kernel
-def _ffn_train_heavy_fwd_kernel(
-    heavy_ptr, words_ptr, x_ptr, gate_ptr, gate_bias_ptr, threshold_ptr, up_ptr, up_bias_ptr, down_ptr, down_bias_ptr,
-    hidden_ptr, out_ptr, l1_ptr, fired_ptr, R, N, K, D,
-    BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, SQUARED: tl.constexpr, DOT: tl.constexpr,
-):  # fmt: skip
-    """Programs share the listed rows, R at a time: their hidden activations, then their rows of the result."""
-    count = tl.load(heavy_ptr)
-    number = 0
-    if count > 0:
-        number = tl.atomic_add(words_ptr, 1, sem="relaxed")
-    begin = 0
-    for base in range(0, count, R):
-        held = tl.minimum(count - base, R)
-        tiles_m, tiles_n, tiles_d = tl.cdiv(held, BLOCK), tl.cdiv(N, BLOCK), tl.cdiv(D, BLOCK)
-        end = begin + tiles_m * tiles_n
-        if number < end:
-            wait_for(words_ptr + 1, begin)
-        while number < end:
-            tile_m, tile_n = origin_of(number - begin, tiles_m, tiles_n, GROUP_M)
-            place = tile_m * BLOCK + tl.arange(0, BLOCK)
-            valid = place < held
-            row = tl.load(heavy_ptr + 1 + base + place, mask=valid, other=0).to(tl.int64)
-            n = tile_n * BLOCK + tl.arange(0, BLOCK)
-            inside = n < N
-            x_rows = x_ptr + row[:, None] * K
-            z, active = gate_tile(
-                x_rows, gate_ptr, gate_bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT
-            )  # fmt: skip
-            hidden = tl.where(active, z.to(tl.float32), 0.0)
-            if SQUARED:
-                hidden *= hidden
-            if up_ptr is not None:
-                up = up_tile(x_rows, up_ptr, up_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT)
-                # Zeros where nothing is active, whatever the other factor.
-                hidden = tl.where(active, hidden.to(z.dtype).to(tl.float32) * up.to(tl.float32), 0.0)
-            tl.atomic_add(fired_ptr + n, tl.sum(active.to(tl.int32), axis=0), mask=inside, sem="relaxed")
-            to = hidden_ptr + place.to(tl.int64)[:, None] * N + n[None, :]
-            tl.store(to, hidden, mask=valid[:, None] & inside[None, :])
-            number = next_tile(words_ptr)
-        begin, end = end, end + tiles_m * tiles_d
-        if number < end:
-            wait_for(words_ptr + 1, begin)
-        while number < end:
-            tile_m, tile_d = origin_of(number - begin, tiles_m, tiles_d, GROUP_M)
-            place = tile_m * BLOCK + tl.arange(0, BLOCK)
-            valid = place < held
-            row = tl.load(heavy_ptr + 1 + base + place, mask=valid, other=0).to(tl.int64)
-            d = tile_d * BLOCK + tl.arange(0, BLOCK)
-            inside = d < D
-            h_rows = hidden_ptr + place.to(tl.int64)[:, None] * N
-            acc = tl.zeros([BLOCK, BLOCK], tl.float32)
-            acc = along(acc, h_rows, down_ptr + d[None, :], 1, D, N, valid, inside, BLOCK_K, DOT)
-            if down_bias_ptr is not None:
-                acc += tl.load(down_bias_ptr + d, mask=inside, other=0.0).to(tl.float32)[None, :]
-            tl.store(out_ptr + row[:, None] * D + d[None, :], acc, mask=valid[:, None] & inside[None, :])
-            if tile_d == 0:
-                l1 = tl.zeros([BLOCK], tl.float32)
-                for first in range(0, N, BLOCK_K):
-                    k = first + tl.arange(0, BLOCK_K)
-                    hidden = tl.load(h_rows + k[None, :], mask=valid[:, None] & (k < N)[None, :], other=0.0)
-                    l1 += tl.sum(tl.abs(hidden.to(tl.float32)), axis=1)
-                tl.store(l1_ptr + row, l1, mask=valid)
-            number = next_tile(words_ptr)
-        begin = end
+from gossamer.ffn._triton.heavy import (
+    GROUP_M,
+    along,
+    gate_tile,
+    next_tile,
+    origin_of,
+    reserved,
+    tile_dot,
+    tile_for,
+    up_tile,
+    wait_for,
+)
 
 
 @triton.jit
@@ -306,41 +173,6 @@ def _ffn_train_heavy_bwd_kernel(
         begin = end
 
 
-def _tile(x: Tensor, squared: bool) -> tuple[dict[str, Any], dict[str, int]]:
-    """(sizes, options of a launch)."""
-    precision = tuning.dot_precision(x, 0)
-    dot = "upcast" if precision["UPCAST"] else precision["PRECISION"]
-    if x.element_size() == 2 and not launch.INTERPRET:
-        block, inner, stages = 128, 64 if tuning.hopper(x.device) else 32, 3
-    else:
-        block, inner, stages = (32, 32, 2) if launch.INTERPRET else (64, 32, 2)
-    meta = {"BLOCK": block, "BLOCK_K": inner, "SQUARED": squared, "DOT": dot}
-    return meta, {"num_warps": 8, "num_stages": stages}
-
-
-def reserved(m: int) -> int:
-    """Rows whose activations are in memory at a time."""
-    return max(min(m, 128), launch.cdiv(m, RESERVED))
-
-
-def forward(
-    lists: RowLists,
-    x: Tensor,
-    weights: tuple[Tensor | None, ...],
-    down_bias: Tensor | None,
-    out: Tensor,
-    l1: Tensor,
-    squared: bool,
-) -> None:
-    """Writes the listed rows of out `[M, D]` and l1 `[M]`, and adds their entries to `lists.fired`."""
-    (m, k), n, d = x.shape, lists.fired.shape[0], out.shape[1]
-    rows = reserved(m)
-    hidden, words = x.new_empty(rows, n), torch.zeros(2, dtype=torch.int32, device=x.device)
-    meta, options = _tile(x, squared)
-    args = (lists.heavy, words, x, *weights, down_bias, hidden, out, l1, lists.fired, rows, n, k, d)
-    _ffn_train_heavy_fwd_kernel((tuning.programs(x.device), 1, 1), args, meta, **options)
-
-
 def backward(
     heavy: Tensor,
     x: Tensor,
@@ -357,19 +189,15 @@ def backward(
     rows = reserved(m)
     kept = x.new_empty(2 if grads[1] is None else 3, rows, n)
     words = torch.zeros(2, dtype=torch.int32, device=x.device)
-    meta, options = _tile(x, squared)
+    meta, options = tile_for(x, squared)
     args = (heavy, words, x, tuple(weights), grad, penalty, kept, dx, grads, sums, rows, n, k, d)
     _ffn_train_heavy_bwd_kernel((tuning.programs(x.device), 1, 1), args, meta, **options)
 
 
-_DENSE = {"BLOCK": 128, "BLOCK_K": 32, "SQUARED": False, "DOT": "ieee", "num_warps": 8, "num_stages": 3}
 EXAMPLES = {
-    _ffn_train_heavy_fwd_kernel: {
-        "gate_bias_ptr": None, "threshold_ptr": None, "up_bias_ptr": None, "down_bias_ptr": None, "words_ptr": "*i32",
-        **_DENSE,
-    },
     _ffn_train_heavy_bwd_kernel: {
         "words_ptr": "*i32", "weights": ("*bf16", None, None, "*bf16", None, "*bf16"),
-        "grads": ("*bf16", "*bf16", "*bf16"), **_DENSE,
+        "grads": ("*bf16", "*bf16", "*bf16"), "BLOCK": 128, "BLOCK_K": 32, "SQUARED": False, "DOT": "ieee",
+        "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip

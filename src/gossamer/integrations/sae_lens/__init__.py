@@ -1,9 +1,9 @@
 """SAELens autoencoders on sparse operators, for code that goes on using them as it did.
 
-`patch` binds methods to one instance; parameters, state dict, hooks and class stay what they are. `decode` multiplies
-only what fired. `forward` and `training_forward_pass` hand packed latents from `encode` to `decode`, unless somebody
-listens to the latents (a hook, a cache) or so many fire that dense products are faster: then they are dense, as SAELens
-makes them. `encode` called by itself returns a dense tensor.
+`patch` binds methods to one instance; parameters, state dict, hooks and class stay as they are. `decode` multiplies the
+latents that fired alone. `forward` and `training_forward_pass` hand packed latents from `encode` to `decode`, unless
+somebody listens to the latents (a hook, a cache) or so many fire that dense products are faster: then they are dense
+ones of SAELens. `encode` called by itself returns a dense tensor.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ except ImportError as error:
 from gossamer.integrations.sae_lens import _training
 from gossamer.integrations.sae_lens._latents import Latents
 
+__all__ = ["patch", "unpatch"]
+
 
 @dataclass(frozen=True)
 class Check:
@@ -64,13 +66,13 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` did.
+    """The changes of `patch`.
 
     Args:
         accelerated: method -> how it computes now.
         left: method -> why it computes as before.
         check: the comparison that was asked for, or None.
-        density: how many latents rows of the SAE have had, and the way that its passes go, `"sparse"` or `"dense"`, as
+        density: how many latents rows of the SAE have had, and the path of its passes, `"sparse"` or `"dense"`, as
             of `nn.TopKSAE`: `density.last_path` says it, `density.pinned` sets it.
     """
 
@@ -91,13 +93,13 @@ class Report:
 
 
 def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
-    """Replaces what an SAE of SAELens computes with, for inference or in training; `unpatch` undoes it.
+    """Replaces the methods by which an SAE of SAELens computes, for inference or in training; `unpatch` undoes it.
 
     Args:
         sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, or a TopK, BatchTopK or JumpReLU SAE
-            for training, of any float dtype and device. What another architecture does its own way is left, and the
-            report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer work
-            as before.
+            for training, of any float dtype and device. Methods that another architecture has of its own are left, and
+            the report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer
+            work as before.
         check: `[..., d_in]` activations to run before and after, without the error term, or None.
 
     Returns:
@@ -163,7 +165,7 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
 
 
 def _why_not_finite(sae: SAE[Any]) -> str:
-    """What SAELens's own output is NaN or infinite by."""
+    """The cause of NaN or infinity in SAELens's own output."""
     broken = [name for name, parameter in sae.named_parameters() if not bool(parameter.isfinite().all())]
     if broken:
         return f"SAELens's own output on check is NaN or infinite, for sae.{broken[0]} is. Load the SAE anew."
@@ -179,7 +181,7 @@ def unpatch(sae: SAE[Any]) -> None:
     """Undoes `patch`; an SAE that is not patched stays as it is, with a warning.
 
     Args:
-        sae: what was patched.
+        sae: the SAE that was patched.
 
     Raises:
         TypeError: sae is no SAE of SAELens.
@@ -211,7 +213,7 @@ class _State(threading.local):
         self.report, self.density = report, report.density
         self.turns: tuple[str, ...] = ()
         self.training = False
-        self.way: str | None = None
+        self.path: str | None = None
         self.counts: Tensor | None = None
 
     def is_turn_of(self, name: str) -> bool:
@@ -223,12 +225,12 @@ class _State(threading.local):
     @contextmanager
     def running(self, passes: int, training: bool = False) -> Iterator[None]:
         """Inside of this runs a pass that encodes and decodes so many times."""
-        before = self.turns, self.training, self.way, self.counts
-        self.turns, self.training, self.way, self.counts = ("encode", "decode") * passes, training, None, None
+        before = self.turns, self.training, self.path, self.counts
+        self.turns, self.training, self.path, self.counts = ("encode", "decode") * passes, training, None, None
         try:
             yield
         finally:
-            self.turns, self.training, self.way, self.counts = before
+            self.turns, self.training, self.path, self.counts = before
 
     def record(self, d_sae: int) -> None:
         """Tells the tracker how many entries rows have had, where it asks."""
@@ -327,10 +329,10 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
-    way, state = _way(self, x), self._gossamer
-    if way != "sparse":
+    path, state = _path(self, x), self._gossamer
+    if path != "sparse":
         acts: Tensor = type(self).encode(self, x)
-        if way == "dense" and _expected(self) is None:
+        if path == "dense" and _expected(self) is None:
             state.counts = torch.count_nonzero(acts.detach(), -1)
         return acts
     rows = _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
@@ -348,10 +350,10 @@ def _process_sae_in(self: Any, x: Tensor) -> Tensor:
 
 
 def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    way, state = _way(self, x), self._gossamer
-    if way != "sparse":
+    path, state = _path(self, x), self._gossamer
+    if path != "sparse":
         acts, hidden_pre = type(self).encode_with_hidden_pre(self, x)
-        if way == "dense" and _expected(self) is None:
+        if path == "dense" and _expected(self) is None:
             state.counts = _training.entries(self, acts, hidden_pre)
         return acts, hidden_pre
     latents, lazy = _training.encode_with_hidden_pre(self, x)
@@ -360,23 +362,23 @@ def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return latents, lazy
 
 
-def _way(self: Any, x: Tensor) -> str:
-    """How the encode that begins goes: that of a pass, in which nobody listens to what it makes, as is faster."""
+def _path(self: Any, x: Tensor) -> str:
+    """The path of the encode that begins: the faster one within a pass whose latents nobody listens to."""
     state = self._gossamer
     if not state.is_turn_of("encode"):
         return "theirs"
-    if state.way is None:
+    if state.path is None:
         heard = any(_listened(part) for part in (self.hook_sae_acts_pre, self.hook_sae_acts_post, self.activation_fn))
         if heard or _why_not_packed(self) is not None:
-            state.way = "theirs"
+            state.path = "theirs"
         else:
             rows = x.numel() // max(self.W_enc.shape[0], 1)
-            # SAELens's dense way takes more passes over the latents than ours, measured on x86. A step in training by
+            # SAELens's dense path takes more passes over the latents than ours, measured on x86. A step in training by
             # such passes took an H200 20.5 ms, and 9.3 ours (`bench nn`).
             times = 2.0 if state.training and self.W_dec.is_cuda else 1.5
             options = {"training": state.training, "times": times}
-            state.way = choose_path(state.density, rows, self.W_dec, _expected(self), **options)
-    return state.way
+            state.path = choose_path(state.density, rows, self.W_dec, _expected(self), **options)
+    return state.path
 
 
 def _expected(self: Any) -> int | None:
@@ -385,7 +387,7 @@ def _expected(self: Any) -> int | None:
 
 
 def _packed(self: Any, x: Tensor) -> Tensor:
-    """What `forward` decodes, as a dense tensor, without what `process_sae_in` leaves for a `decode`."""
+    """The latents that `forward` decodes, as a dense tensor, without the state that `process_sae_in` leaves."""
     with self._gossamer.running(1):
         latents = self.encode(x)
     if isinstance(latents, Latents):
@@ -428,52 +430,22 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
         # Packed latents have never been scaled.
         feature_acts = feature_acts.rows if feature_acts.packed else feature_acts.dense()
     if isinstance(feature_acts, Tensor):
-        if feature_acts.is_sparse or self._gossamer.way == "dense":
+        # Somebody else may hold latents that need a gradient, and ask for that of every latent, as an attribution does.
+        held = feature_acts.requires_grad and torch.is_grad_enabled()
+        if feature_acts.is_sparse or self._gossamer.path == "dense" or held:
             out: Tensor = type(self).decode(self, feature_acts)
             self._gossamer.is_turn_of("decode")
             return out
         if _rescales(self):
             feature_acts = feature_acts * (1 / self.W_dec.norm(dim=-1))
-    out = _product(feature_acts, self.W_dec, self.b_dec)
+    if autocast.enabled(self.W_dec.device):
+        # As SAELens: a product in the autocast dtype, and a sum in that of the bias.
+        out = operators.decode(feature_acts, self.W_dec) + self.b_dec
+    else:
+        out = operators.decode(feature_acts, self.W_dec, self.b_dec)
     out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
     self._gossamer.is_turn_of("decode")
     return out
-
-
-def _product(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
-    if autocast.enabled(W_dec.device):
-        # As SAELens: a product in the autocast dtype, and a sum in that of the bias.
-        return _product_alone(acts, W_dec, None) + b_dec
-    return _product_alone(acts, W_dec, b_dec)
-
-
-def _product_alone(acts: Tensor | rowsparse.Rows, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
-    if isinstance(acts, Tensor) and acts.requires_grad and torch.is_grad_enabled():
-        return _WithDenseGradient.apply(acts, W_dec, b_dec)
-    return operators.decode(acts, W_dec, b_dec)
-
-
-class _WithDenseGradient(torch.autograd.Function):
-    """`sae.decode` of latents that somebody else may hold, too: their gradient is dense, as attributions need it."""
-
-    @staticmethod
-    def forward(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
-        return operators.decode(acts, W_dec, b_dec)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor | None], output: Tensor) -> None:
-        acts, W_dec, b_dec = inputs
-        ctx.save_for_backward(acts, W_dec)
-        ctx.bias_dtype = None if b_dec is None else b_dec.dtype
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        acts, W_dec = ctx.saved_tensors
-        flat, rows = grad.reshape(-1, grad.shape[-1]), acts.reshape(-1, acts.shape[-1])
-        need_acts, need_weight, need_bias = ctx.needs_input_grad
-        grad_acts = (grad @ W_dec.to(grad.dtype).t()).to(acts.dtype) if need_acts else None
-        grad_weight = (rows.to(grad.dtype).t() @ flat).to(W_dec.dtype) if need_weight else None
-        return grad_acts, grad_weight, flat.sum(0).to(ctx.bias_dtype) if need_bias else None
 
 
 def _finish(self: Any, out: Tensor) -> Tensor:
@@ -527,13 +499,13 @@ def _check_activations(operator: str, sae: SAE[Any], check: Tensor) -> None:
 
 @contextmanager
 def _without_error_term(sae: SAE[Any]) -> Iterator[None]:
-    """An output without what would make any reconstruction right."""
+    """An output without the error term, which would make any reconstruction right."""
     before, sae.use_error_term = sae.use_error_term, False
     try:
         yield
     finally:
         with warnings.catch_warnings():
-            # That setting it is deprecated has been said to who did.
+            # The user who set it has seen the warning that setting it is deprecated.
             warnings.simplefilter("ignore", DeprecationWarning)
             sae.use_error_term = before
 

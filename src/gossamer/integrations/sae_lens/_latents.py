@@ -1,4 +1,4 @@
-"""What stands where SAELens's training code expects a dense tensor that hardly anybody reads."""
+"""Tensors without elements, where SAELens's training code expects dense ones that hardly anybody reads."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gossamer import sae
 from gossamer._core.versions import version_of
 from gossamer.rowsparse import Rows
 
-# What is known without the elements.
+# Attributes that are known without the elements.
 _KNOWN = {
     getattr(Tensor, name).__get__ if inspect.isgetsetdescriptor(getattr(Tensor, name)) else getattr(Tensor, name)
     for name in ("shape", "dtype", "device", "ndim", "layout", "is_sparse", "is_cuda", "is_cpu", "is_nested")
@@ -22,7 +22,7 @@ _KNOWN = {
 }
 
 
-# What waits for a gradient that goes past the dense tensor.
+# Methods that wait for a gradient, which goes past the dense tensor.
 _WATCHES = {Tensor.retain_grad, Tensor.register_hook, Tensor.register_post_accumulate_grad_hook}
 
 
@@ -38,7 +38,7 @@ class Lazy(Tensor):
 
     Every operation of PyTorch that is not told otherwise gets the dense tensor, with its gradient; a compiled function
     leaves its graph for that. One that changes it in place changes the dense one, which is from then on all that
-    counts. What goes round `__torch_function__` (`autograd.Function.apply`, reentrant checkpoints, vmap) gets the
+    counts. Code that goes round `__torch_function__` (`autograd.Function.apply`, reentrant checkpoints, vmap) gets the
     values; the gradient has no way back, and raises.
     """
 
@@ -74,7 +74,7 @@ class Lazy(Tensor):
         return self._dense
 
     def _quick(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """The result of what can be done without the dense tensor, else NotImplemented."""
+        """The result of an operation that needs no dense tensor, else NotImplemented."""
         return NotImplemented
 
     @classmethod
@@ -83,7 +83,7 @@ class Lazy(Tensor):
         kwargs = kwargs or {}
         if func in _WATCHES and args and isinstance(args[0], Lazy):
             raise RuntimeError(
-                f"integrations.sae_lens: {func.__name__} on what training_forward_pass returns would see no gradient, "
+                f"integrations.sae_lens: {func.__name__} on latents of training_forward_pass would see no gradient, "
                 "because the latents are decoded packed. Add a hook at hook_sae_acts_post, which makes them dense, or "
                 "unpatch the SAE."
             )
@@ -98,7 +98,7 @@ class Lazy(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        # What goes round __torch_function__, such as autograd's own code.
+        # Code that goes round __torch_function__, such as autograd's own.
         return func(*tree_map(_materialize, args), **tree_map(_materialize, kwargs or {}))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -106,7 +106,7 @@ class Lazy(Tensor):
 
 
 class Latents(Lazy):
-    """Latents `(..., d_sae)` that are packed; what SAELens's trainer counts is counted on the entries.
+    """Latents `(..., d_sae)` that are packed; the counts of SAELens's trainer come from the entries.
 
     Args:
         rows: the entries, as `decode` multiplies them.
@@ -127,11 +127,11 @@ class Latents(Lazy):
         version = None if W_dec is None else version_of(W_dec)
 
         def make() -> Tensor:
-            # A copy, not a view of what an operator returned: it may be changed in place.
+            # A copy, not a view of an operator's result: it may be changed in place.
             dense = rows.to_dense().to(dtype, copy=True)
             if W_dec is None or scale is None:
                 return dense
-            # An optimizer may have changed the decoder since: then the latents are still what they were.
+            # An optimizer may have changed the decoder since: then the latents are still those of before.
             norms = scale
             if W_dec._version == version:
                 norm = W_dec.norm(dim=-1)
@@ -188,7 +188,7 @@ class HiddenPre(Lazy):
 
     Args:
         sae: the autoencoder.
-        x: `[..., d_in]`, what its encoder multiplies once b_dec is subtracted.
+        x: `[..., d_in]`, the encoder's operand once b_dec is subtracted.
         b_dec: `[d_in]`, or None where it is not subtracted.
         scaled: whether they are multiplied with the norms of the decoder's rows.
     """
@@ -214,7 +214,7 @@ class HiddenPre(Lazy):
             pre = hidden._inner() @ sae.W_enc + sae.b_enc
             return pre * sae.W_dec.norm(dim=-1) if scaled else pre
 
-        # Without elements: what autocast and promotion make of the dtypes.
+        # Products without elements show the dtype by autocast and promotion.
         with torch.no_grad():
             empty = x.new_empty(0, 1) @ sae.W_enc[:1, :1] + sae.b_enc[:1]
             dtype = (empty * sae.W_dec[:1, :0].norm(dim=-1)).dtype if scaled else empty.dtype

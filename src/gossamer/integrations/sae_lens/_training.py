@@ -65,10 +65,10 @@ def _packed_pass(self: Any, step_input: TrainStepInput) -> Any:
 
 
 def encode_with_hidden_pre(self: Any, x: Tensor) -> tuple[Latents, HiddenPre]:
-    """Packed latents, and pre-activations for whoever wants them."""
+    """Packed latents, and pre-activations that are computed when they are read."""
     kind, b_dec = type(self), None
     if kind.process_sae_in is SAE.process_sae_in and self.cfg.apply_b_dec_to_input:
-        # What it subtracts in the end is left to the operator: the gradient of b_dec alone needs none of x.
+        # The operator subtracts b_dec: the gradient of b_dec alone needs none of x.
         x = self.run_time_activation_norm_fn_in(self.hook_sae_input(self.reshape_fn_in(x.to(self.dtype))))
         b_dec = self.b_dec
     else:
@@ -96,7 +96,7 @@ def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, H
     kind = gemm.TopK if isinstance(self.activation_fn, TopK) else gemm.BatchTopK
     activation = kind(int(self.activation_fn.k), scale)
     rows, l0 = operators.encode_with_l0(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
-    # What SAELens scales before it decodes it scales back to decode: `rows` are what is in between.
+    # SAELens scales latents, and scales them back to decode: `rows` are the latents in between.
     return Latents(rows, l0, hidden_pre.dtype, self.W_dec if scaled else None, scale), hidden_pre
 
 
@@ -192,4 +192,4 @@ METHODS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "calculate_aux_loss": (JumpReLUTrainingSAE.calculate_aux_loss, calculate_aux_loss),
     "update_topk_threshold": (BatchTopKTrainingSAE.update_topk_threshold, update_topk_threshold),
 }
-"""Name -> (SAELens's method, what takes its place)."""
+"""Name -> (SAELens's method, ours)."""

@@ -1,4 +1,4 @@
-"""Activations of Hugging Face models: what a model computes at one of its modules when it reads text."""
+"""Activations of Hugging Face models: the output or input of one of their modules when they read text."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _DOCUMENTS_AT_ONCE = 256
 
 
 class Activations:
-    """What a model computes at one module for text, a row a token: a source for `gossamer.extract`.
+    """The output or input of one module of a model that reads text, a row a token: a source for `gossamer.extract`.
 
     Documents are tokenised one after another and cut into contexts of `context_size` tokens. Where the tokenizer has a
     BOS token, one stands at the beginning of each context and before each document in it; it fills its place in the
-    context, but is no row: what a model computes there belongs to no text. Attention crosses from one document to the
+    context, but is no row: the activation there belongs to no text. Attention crosses from one document to the
     next within a context, as it does in most training. The last context is shorter and is read by itself, so nothing is
     padded.
 
@@ -139,7 +139,7 @@ class Activations:
         return value.detach().flatten(0, 1)[is_row]
 
     def _run(self, ids: Tensor) -> Any:
-        """What the hook sees when the model reads ids."""
+        """The hook's view when the model reads ids."""
 
         def leave(found: Any) -> None:
             raise _Found(found)
@@ -162,7 +162,7 @@ class Activations:
 
 
 class _Found(Exception):
-    """Carries what a hook saw out of the model, which need not go on."""
+    """Carries a hook's view out of the model, which need not go on."""
 
     def __init__(self, value: Any) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def _documents(texts: Any) -> Iterator[str]:
 
 
 def _vocabulary(tokenizer: Any, ids: list[int]) -> dict[int, str]:
-    """What each token says, the space before a word included; bytes of characters in pieces are surrogates."""
+    """The spelling of each token, the space before a word included; bytes of characters in pieces are surrogates."""
     vocabulary = {}
     for token, raw in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
         # A decoder may leave out a space at the beginning of a text, and so the token stands behind a letter.

@@ -2,7 +2,7 @@
 
 `patch_attention` replaces each `self_attn` that it knows by a `GatedSparseAttention` over the same projections, and an
 indexer of its own, which has to be trained: first beside dense attention, then beside the sparse one. The indexer's
-keys travel in the model's own cache, as further heads of keys, so that whatever handles that cache handles them.
+keys travel in the model's own cache, as further heads of keys, so that code for that cache handles them too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gossamer.nn import GatedSparseAttention
 from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.plain import hooked
 
-_PATCH, _UNPATCH = "integrations.transformers.patch_attention", "integrations.transformers.unpatch_attention"
+_PATCH = "integrations.transformers.patch_attention"
 _LOSS, _CALIBRATE = "integrations.transformers.indexer_loss", "integrations.transformers.calibrate"
 _CLASSES = (
     "LlamaAttention",
@@ -45,10 +45,10 @@ _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 
 @dataclass(frozen=True)
 class AttentionReport(Report):
-    """What `patch_attention` did.
+    """The changes of `patch_attention`.
 
     Args:
-        replaced: name of a module -> what it was.
+        replaced: name of a module -> its class.
         left: name of a module that looks like self-attention -> why it computes as before.
         parameters: how many parameters the new indexers and gates have.
         selections: how many layers select; the others use the selection of one of these.
@@ -81,12 +81,13 @@ def patch_attention(
     share: int | Sequence[Sequence[int]] = 1,
     granularity: int = 1,
 ) -> AttentionReport:
-    """Replaces a model's self-attention by `nn.GatedSparseAttention` with its weights; `unpatch_attention` undoes it.
+    """Replaces a model's self-attention by `nn.GatedSparseAttention` with its weights; `unpatch` undoes it.
 
-    Sequences of up to k_base tokens are attended to as before. Longer ones need a trained indexer: `warm_up(model)`
-    attends densely and gives `indexer_loss(model)` something to learn from, then `warm_up(model, "sparse")` goes on
-    with the selected keys; `warm_up(model, None)` ends the training. Everything else works as it did: generation with a
-    growing or a static cache, padding on either side, gradient checkpointing.
+    Sequences of up to k_base tokens are attended to as before. Longer ones need a trained indexer. After
+    `train_indexers(model)` it attends densely and gives `indexer_loss(model)` something to learn from; after
+    `train_indexers(model, "sparse")` it goes on with the selected keys; `train_indexers(model, None)` ends that.
+    Everything else works as it did: generation with a growing or a static cache, padding on either side, gradient
+    checkpointing.
 
     Args:
         model: a model of transformers, or a module that contains one. Llama, Mistral, Mixtral, Qwen2 and 3, dense or of
@@ -94,16 +95,17 @@ def patch_attention(
             is left.
         k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`. Each layer that selects
             has a rule of its own; adaptive="variance" asks for `calibrate(model, ids)` once the indexers are trained.
-        gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice what
-            they were, so that the model computes what it did. Without gates weights are shared with what was there.
+        gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice
+            their weights, so that the model computes the same. Without gates the layers share their weights with the
+            former ones.
         share: how many of the replaced layers in a row use the selection of the first of them, or which:
             `[[0, 1, 2], [3, 4]]` names two groups of layers, and every other layer selects for itself. Only the first
             layer of a group has an indexer, which learns from the attention of all of them.
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
-        What is replaced, and what is left and why. `print` it. A model that is patched already is left as it is, with a
-        warning, and its report is made again; `unpatch_attention` it to change an option.
+        The layers that are replaced, and those that are left and why. `print` it. A model that is patched already is
+        left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
 
     Raises:
         TypeError: model is no module.
@@ -148,31 +150,21 @@ def _report(made: dict[str, SparseSelfAttention], left: dict[str, str]) -> Atten
     return AttentionReport(replaced, left, parameters=parameters, selections=sum(new.selects for new in made.values()))
 
 
-def unpatch_attention(model: nn.Module) -> None:
-    """Undoes `patch_attention`; indexers and gates are gone. Where nothing is patched it changes nothing, and warns.
-
-    Args:
-        model: what was patched.
-
-    Raises:
-        TypeError: model is no module.
-
-    >>> unpatch_attention(model)  # doctest: +SKIP
-    """
-    found = _found(_UNPATCH, model)
-    if not found:
-        nothing_changed(_UNPATCH, model, "not patched")
+def undo(model: nn.Module) -> bool:
+    """Undoes `patch_attention`; whether there was anything to undo."""
+    found = _found(_PATCH, model)
     share_selections(model, {})
     for name, module in found.items():
         weight = module.q_proj.weight
         _put(model, name, module.replaces.to(weight.device, weight.dtype))
+    return bool(found)
 
 
-def warm_up(model: nn.Module, stage: str | None = "dense") -> list[nn.Parameter]:
-    """Sets what a patched model trains: the indexers beside dense attention, beside the selected keys, or nothing.
+def train_indexers(model: nn.Module, stage: str | None = "dense") -> list[nn.Parameter]:
+    """Lets the indexers of a patched model learn: beside dense attention, beside the selected keys, or not.
 
     Args:
-        model: what `patch_attention` has patched.
+        model: a model that `patch_attention` has patched.
         stage: "dense", "sparse" or None. The first two make each forward pass without a cache compute the indexers'
             losses, for `indexer_loss`; "dense" attends to every key.
 
@@ -183,11 +175,12 @@ def warm_up(model: nn.Module, stage: str | None = "dense") -> list[nn.Parameter]
         TypeError: model is no module.
         ValueError: nothing in it is patched, or another stage.
 
-    >>> optimizer = torch.optim.AdamW(warm_up(model))  # doctest: +SKIP
+    >>> optimizer = torch.optim.AdamW(train_indexers(model))  # doctest: +SKIP
     """
+    operator = "integrations.transformers.train_indexers"
     if stage not in ("dense", "sparse", None):
-        raise ValueError(f'integrations.transformers.warm_up: stage must be "dense", "sparse" or None, got {stage!r}.')
-    found = _patched("integrations.transformers.warm_up", model).values()
+        raise ValueError(f'{operator}: stage must be "dense", "sparse" or None, got {stage!r}.')
+    found = _patched(operator, model).values()
     for module in found:
         module.dense, module.learns, module.loss = stage == "dense", stage is not None, None
     return [parameter for module in found if module.selects for parameter in module.indexer.parameters()]
@@ -197,7 +190,7 @@ def indexer_loss(model: nn.Module) -> Tensor:
     """The mean of `attention.indexer_loss` over the layers of the last forward pass; no gradient goes to the rest.
 
     Args:
-        model: what `patch_attention` has patched, and `warm_up` has set to learn.
+        model: a model that `patch_attention` has patched, and `train_indexers` has set to learn.
 
     Raises:
         TypeError: model is no module.
@@ -208,8 +201,8 @@ def indexer_loss(model: nn.Module) -> Tensor:
     losses = [module.loss for module in _patched(_LOSS, model).values() if module.loss is not None]
     if not losses:
         raise ValueError(
-            f"{_LOSS}: no forward pass has computed a loss. Call warm_up(model), and then the model without a cache "
-            "(use_cache=False)."
+            f"{_LOSS}: no forward pass has computed a loss. Call train_indexers(model), and then the model "
+            "without a cache (use_cache=False)."
         )
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
@@ -217,13 +210,13 @@ def indexer_loss(model: nn.Module) -> Tensor:
 def calibrate(model: nn.Module, *args: Any, share: float = 1.0, **kwargs: Any) -> None:
     """Calls a patched model, and takes from the call each layer's usual variance of scores, for adaptive="variance".
 
-    The call is without gradients and without a cache. Each layer selects with what it has just found. It costs what
-    scoring costs, in plain PyTorch, and waits for the device.
+    The call is without gradients and without a cache. Each layer selects with the variance that it has just found. The
+    call costs a scoring in plain PyTorch, and waits for the device.
 
     Args:
-        model: what `patch_attention(model, adaptive="variance")` has patched.
+        model: a model that `patch_attention(model, adaptive="variance")` has patched.
         args, kwargs: as the model takes them: ids, an attention mask.
-        share: above 0 and up to 1, how far what a layer knows moves to what it finds, as in
+        share: above 0 and up to 1, how far the variance of a layer moves to the one that it finds, as in
             `nn.GatedSparseAttention.calibrate`.
 
     Raises:
@@ -233,7 +226,7 @@ def calibrate(model: nn.Module, *args: Any, share: float = 1.0, **kwargs: Any) -
 
     >>> calibrate(model, ids)  # doctest: +SKIP
     """
-    checks.number(_CALIBRATE, "share", share, "1.0 forgets what was stored.")
+    checks.number(_CALIBRATE, "share", share, "1.0 forgets the stored variance.")
     found = _patched(_CALIBRATE, model).values()
     rules = [module for module in found if module.adaptive_k is not None and module.adaptive_k.rule == "variance"]
     if not rules:
@@ -265,7 +258,7 @@ class SparseSelfAttention(GatedSparseAttention):
         selects: whether it has an indexer, or uses the selection of the first layer of its group.
         learns: whether a forward pass computes the indexer's loss.
         loss: that of the last forward pass, or None.
-        calibrates: None, or by how much a forward pass moves what the adaptive rule knows.
+        calibrates: None, or how far a forward pass moves the variance of the adaptive rule.
     """
 
     replaces: nn.Module
@@ -299,10 +292,10 @@ class SparseSelfAttention(GatedSparseAttention):
         for part in (self.indexer, self.value_gate, self.output_gate):
             if part is not None:
                 part.to_empty(device=weight.device)
-        # Made anew where it is to be: what it knows is no weight that `_reset` could fill in.
+        # Made anew on its device: `_reset` fills in weights, and the rule's state is none.
         self.set_adaptive(options.get("adaptive"), weight.device)
         if not self.selects and self.adaptive_k is not None:
-            # The fewest keys say what is short. Nothing else is asked of it.
+            # Its fewest keys decide which sequences are short. Nothing else is asked of it.
             self.adaptive_k = AdaptiveRule("entropy", *(getattr(self.adaptive_k, f"k_{x}") for x in _BOUNDS))
         self._reset()
         self.layer_idx, self.config = module.layer_idx, module.config
@@ -352,7 +345,7 @@ class SparseSelfAttention(GatedSparseAttention):
         given: Any = position_embeddings
         q, k, v, gate, _ = self.project(x, given, indexer=False)
         whole = cache is None and self.selects_all(x.shape[1])
-        # What trains an indexer is not to change what it reads.
+        # The indexer's loss must not change the indexer's input.
         wanted = self.learns or not whole or self.calibrates is not None
         index = self.index(x.detach()) if self.selects and wanted else None
         lengths = None
@@ -432,7 +425,7 @@ class SparseSelfAttention(GatedSparseAttention):
 
 
 class _Runs:
-    """Padded sequences moved to the front, for which `lengths` says what there is: made of an attention mask.
+    """Padded sequences moved to the front, with their `lengths`: made of an attention mask.
 
     A mask must let each query see the tokens up to its own, of one run of tokens in each sequence, which padding
     stands before or behind. Another one raises on the CPU; on a GPU, where looking would make the host wait, and in a
@@ -471,7 +464,7 @@ class _Runs:
         if bad.device.type == "cpu" and not torch.compiler.is_compiling() and bool(bad.any()):
             raise ValueError(
                 f"{_PATCH}: attention_mask must let each query see one run of tokens up to its own, as padding on "
-                "either side does; that of packed sequences or of a prefix does not. Call unpatch_attention, or give "
+                "either side does; that of packed sequences or of a prefix does not. Call unpatch, or give "
                 "the sequences as rows of a batch."
             )
         return cls(start, last - start, num_queries, seen.shape[1], bad)
@@ -501,11 +494,11 @@ def register_selection(name: str = "gossamer_selection") -> str:
 
     After `model.set_attn_implementation(name)` each layer's own attention, with its projections, embeddings and cache,
     computes over the keys of the `attention.Selection` that the call is given: these, and nothing else, whether the
-    model is causal or not. It says what is visible, so padding, windows, and for a causal model that no key stands
-    behind its query, have to be part of it; attention masks are not made.
+    model is causal or not. It says which keys are visible, so padding, windows, and for a causal model that no key
+    stands behind its query, have to be part of it; attention masks are not made.
 
     Args:
-        name: what to call it.
+        name: of the selection.
 
     Returns:
         The name.
@@ -548,7 +541,7 @@ def _attend_to_selection(
         raise NotImplementedError(
             f"{operator}: {what} is not implemented. Use attention_dropout=0, and leave masked keys out of selection."
         )
-    # The selection says what is visible: a query may take keys behind it, of a prefix or in an encoder.
+    # The selection says which keys are visible: a query may take keys behind it, of a prefix or in an encoder.
     out = attention.sparse_attention(query, key, value, selection, scale=scaling, causal=False)
     return out.transpose(1, 2), None
 

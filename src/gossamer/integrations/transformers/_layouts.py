@@ -1,12 +1,21 @@
-"""Which classes of transformers have a feed-forward block that is known, what its parts are called, and whether a
-block may be computed from its weights alone."""
+"""Feed-forward blocks, recognised by their forward: the names of their parts, and whether a block may be computed from
+its weights alone.
+
+A forward is run once per class on symbols instead of tensors. Its result shows the formula: down(act(gate(x)) * up(x))
+or down(act(up(x))), with a dropout or multipliers in it or not. A forward that does anything else fails on symbols.
+"""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
+from torch.nn import functional as F
 
 from gossamer.ffn.block import NAMES
 from gossamer.gemm.linear_glu import ALIASES, GATES
@@ -14,48 +23,105 @@ from gossamer.nn.plain import hooked, why_called
 
 
 class Layout(NamedTuple):
-    """What the parts of a block are called; in a gated one without `up` the gate's layer has both. A `plain` block has
-    no gate: `gate` is the layer that the activation follows. `inline` blocks are part of a larger module."""
+    """The names of a block's parts. Where `up` is None a gated block's gate layer has both, the gate's half first or
+    not, and a `plain` block has no gate: `gate` is the layer that the activation follows.
+
+    Args:
+        activation: the name of a module, or a function's name in `linear_glu`.
+        dropout: between the activation and down; "" where there is none.
+        gate_scale, down_scale: names of multipliers of the gate and of the result.
+        inline: whether the block is part of a larger module.
+    """
 
     gate: str
     up: str | None
     down: str
     activation: str
-    dropout: str | None = None
+    dropout: str = ""
     plain: bool = False
+    gate_first: bool = True
+    gate_scale: str = ""
+    down_scale: str = ""
     inline: bool = False
 
 
-LLAMA = Layout("gate_proj", "up_proj", "down_proj", "act_fn")
-PHI3 = Layout("gate_up_proj", None, "down_proj", "activation_fn")
-T5_GATED = Layout("wi_0", "wi_1", "wo", "act", "dropout")
-T5 = Layout("wi", None, "wo", "act", "dropout", plain=True)
-NEMOTRON = Layout("up_proj", None, "down_proj", "act_fn", plain=True)
-NANOCHAT = Layout("fc1", None, "fc2", "activation_fn", plain=True)
-OPT = Layout("fc1", None, "fc2", "activation_fn", plain=True, inline=True)
-_CLASSES = {
-    "LlamaMLP": LLAMA,
-    "MistralMLP": LLAMA,
-    "Qwen2MLP": LLAMA,
-    "Qwen3MLP": LLAMA,
-    "GemmaMLP": LLAMA,
-    "Gemma2MLP": LLAMA,
-    "Gemma3MLP": LLAMA,
-    "Phi3MLP": PHI3,
-    "T5DenseGatedActDense": T5_GATED,
-    "MT5DenseGatedActDense": T5_GATED,
-    "UMT5DenseGatedActDense": T5_GATED,
-    "T5DenseActDense": T5,
-    "MT5DenseActDense": T5,
-    "UMT5DenseActDense": T5,
-    "ArceeMLP": NEMOTRON,
-    "NemotronMLP": NEMOTRON,
-    "Jais2MLP": NEMOTRON,
-    "NanoChatMLP": NANOCHAT,
-    "OPTDecoderLayer": OPT,
-}
-# Where activations are defined -> names of their classes -> what linear_glu calls them, or what tells. The name alone
-# would not do: a SiLU from elsewhere may compute something else.
+class _Symbol:
+    """A text in the place of a tensor, of a part or number of a module (`is_part`), or of the module ("")."""
+
+    def __init__(self, text: str, is_part: bool = False) -> None:
+        self.text, self.is_part = text, is_part
+
+    def __getattr__(self, name: str) -> _Symbol:
+        # Of a layer's weight T5 asks whether it is a tensor.
+        if name.startswith("__") or (self.text and not (self.is_part and name == "weight")):
+            raise AttributeError(name)
+        return _Symbol(name, is_part=True)
+
+    def __call__(self, x: _Symbol) -> _Symbol:
+        if not self.is_part or x.is_part:
+            raise TypeError
+        return _Symbol(f"{self.text}({x.text})")
+
+    def __mul__(self, other: _Symbol) -> _Symbol:
+        sides = [self, other]
+        if not other.is_part:
+            # The activation first: it has one part more.
+            sides.sort(key=lambda side: -side.text.count("("))
+        return _Symbol("*".join(side.text for side in sides))
+
+    def chunk(self, chunks: int, dim: int = 0) -> list[_Symbol]:
+        if (chunks, dim) != (2, -1):
+            raise TypeError
+        return [_Symbol(f"{self.text}[{half}]") for half in range(2)]
+
+    def __bool__(self) -> bool:
+        raise TypeError
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> _Symbol:
+        return _Symbol(_FUNCTIONS[func], is_part=True)(*args)
+
+
+_FUNCTIONS: dict[Any, str] = {F.silu: "silu", F.relu: "relu", torch.relu: "relu", torch.sigmoid: "sigmoid"}
+_NAMED = frozenset(_FUNCTIONS.values())
+_FORMULA = re.compile(
+    r"(?P<down>\w+)\((?P<dropout>\w+\()?(?P<activation>\w+)\((?P<gate>\w+)\(x\)(?P<half>\[[01]\])?"
+    r"(\*(?P<gate_scale>\w+))?\)(\*(?P<up>\w+)\(x\)(?P<other>\[[01]\])?)?(?(dropout)\))\)(\*(?P<down_scale>\w+))?"
+)
+# Layers such as OPT's and BART's hold a block's parts beside attention.
+_INLINE = re.compile(
+    r"(\w+) = self\.(fc1\(\1\)\s+\1 = self\.activation_fn\(\1\)|activation_fn\(self\.fc1\(\1\)\))\s+"
+    r"(\1 = nn\.functional\.dropout\(\1, p=self\.activation_dropout, training=self\.training\)\s+)?"
+    r"\1 = self\.fc2\(\1\)"
+)
+
+
+@functools.cache
+def layout_of(kind: type[nn.Module]) -> Layout | None:
+    """The layout of a class's forward, or None."""
+    try:
+        if len(inspect.signature(kind.forward).parameters) != 2:
+            source = inspect.getsource(kind.forward)
+            inline = _INLINE.search(source) if len(re.findall(r"self\.fc[12]\b", source)) == 2 else None
+            dropout = "activation_dropout" if inline is not None and inline[3] else ""
+            return inline and Layout("fc1", None, "fc2", "activation_fn", dropout, plain=True, inline=True)
+        found = _FORMULA.fullmatch(kind.forward(_Symbol(""), _Symbol("x")).text)
+    except Exception:
+        # A forward that is no such formula may raise any error on symbols.
+        return None
+    if found is None:
+        return None
+    of = {name: part or "" for name, part in found.groupdict().items()}
+    options: dict[str, Any] = {"gate_scale": of["gate_scale"], "down_scale": of["down_scale"], "plain": not of["up"]}
+    known: tuple[str, str, str] = of["down"], of["activation"], of["dropout"].rstrip("(")
+    if of["half"] or of["other"]:
+        both = of["gate"] == of["up"] and of["half"] and of["other"] and of["half"] != of["other"]
+        return Layout(of["gate"], None, *known, gate_first=of["half"] == "[0]", **options) if both else None
+    return Layout(of["gate"], of["up"] or None, *known, **options)
+
+
+# Where activations are defined -> names of their classes -> their names in linear_glu, or a function that tells. The
+# name alone would not do: a SiLU from elsewhere may compute something else.
 _ACTIVATIONS: dict[str, dict[str, str | Callable[[Any], str]]] = {
     "torch.nn.modules.activation": {
         "SiLU": "silu",
@@ -75,18 +141,18 @@ _ACTIVATIONS: dict[str, dict[str, str | Callable[[Any], str]]] = {
 }
 
 
-def layout_of(kind: type[nn.Module]) -> Layout | None:
-    """The layout of a class of transformers, or of a subclass that leaves its forward alone."""
-    for base in kind.__mro__:
-        if base.__module__.startswith("transformers.models.") and base.__name__ in _CLASSES:
-            return _CLASSES[base.__name__] if kind.forward is base.__dict__.get("forward") else None
-    return None
-
-
 def looks_gated(module: nn.Module) -> bool:
     """Whether a module has parts with the names of a gated block's."""
     names = {name for name, _ in module.named_children()} | module._parameters.keys()
-    return any({part for part in layout[:3] if part} <= names for layout in (LLAMA, PHI3, T5_GATED))
+    return any(parts <= names for parts in _GATED)
+
+
+_GATED = (
+    {"gate_proj", "up_proj", "down_proj"},
+    {"gate_up_proj", "down_proj"},
+    {"wi_0", "wi_1", "wo"},
+    {"w1", "w2", "w3"},
+)
 
 
 def why_not_fused(module: nn.Module, layout: Layout) -> str | None:
@@ -95,11 +161,16 @@ def why_not_fused(module: nn.Module, layout: Layout) -> str | None:
     why = why_called(**{name: module._modules.get(name) for name in names})
     if why is not None:
         return why
-    activation = module._modules.get(layout.activation)
-    if activation is None or activation_of(activation) is None:
-        kind = type(activation)
+    if activation_of(module, layout) is None:
+        kind = type(module._modules.get(layout.activation))
         return f"its activation is {kind.__module__}.{kind.__qualname__}, which linear_glu does not have"
-    return f"{layout.activation} has a hook" if hooked(activation) else None
+    if hooked(module._modules.get(layout.activation) or _NO_MODULE):
+        return f"{layout.activation} has a hook"
+    dropout: Any = getattr(module, layout.dropout, None) if layout.dropout else 0.0
+    return None if type(dropout) in (nn.Dropout, float, int) else f"{layout.dropout} is not a plain nn.Dropout"
+
+
+_NO_MODULE = nn.Identity()
 
 
 def why_not_sparse(module: nn.Module, layout: Layout) -> str | None:
@@ -107,27 +178,32 @@ def why_not_sparse(module: nn.Module, layout: Layout) -> str | None:
     why = why_not_fused(module, layout) or why_called(**{layout.down: module._modules.get(layout.down)})
     if why is not None:
         return why
-    name = activation_of(module._modules[layout.activation])
+    name = activation_of(module, layout)
     if name not in NAMES:
         return f"its activation is {name}, which leaves few entries 0"
+    if layout.gate_scale or layout.down_scale:
+        return f"it multiplies with {layout.gate_scale or layout.down_scale}"
     gate, down = getattr(module, layout.gate), getattr(module, layout.down)
     if gate.weight.dtype != down.weight.dtype:
         # Some T5 models keep this layer in float32.
         return f"{layout.gate} is {gate.weight.dtype} and {layout.down} is {down.weight.dtype}"
-    dropout = None if layout.dropout is None else module._modules.get(layout.dropout)
-    if layout.dropout is not None and (type(dropout) is not nn.Dropout or hooked(dropout)):
-        return f"{layout.dropout} has a hook or is not a plain nn.Dropout"
-    return None
+    dropout = module._modules.get(layout.dropout)
+    return f"{layout.dropout} has a hook" if dropout is not None and hooked(dropout) else None
 
 
 def drops_out(module: nn.Module, layout: Layout) -> bool:
     """Whether entries are dropped between the activation and the down projection."""
-    dropout = None if layout.dropout is None else module._modules[layout.dropout]
-    return isinstance(dropout, nn.Dropout) and dropout.training and dropout.p > 0
+    dropout: Any = getattr(module, layout.dropout) if layout.dropout else 0.0
+    if isinstance(dropout, nn.Dropout):
+        return dropout.training and dropout.p > 0
+    return module.training and dropout > 0
 
 
-def activation_of(activation: Any) -> str | None:
-    """linear_glu's name of an activation's module, or None where it has none."""
+def activation_of(module: nn.Module, layout: Layout) -> str | None:
+    """linear_glu's name of a block's activation, or None where it has none."""
+    if layout.activation in _NAMED:
+        return layout.activation
+    activation: Any = module._modules.get(layout.activation)
     kind = type(activation)
     found = _ACTIVATIONS.get(kind.__module__, {}).get(kind.__qualname__)
     name = found(activation) if callable(found) else found

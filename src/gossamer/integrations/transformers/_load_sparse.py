@@ -25,7 +25,7 @@ def load_sparse(
     The code saves a `SparseLlamaForCausalLM` whose configuration names SiLU though its blocks are ReLU, with tensors
     of its tracker, and with transposed down projections where its hybrid kernels were in use. The result is a
     `LlamaForCausalLM` with ReLU (Qwen2 likewise; an `ArceeForCausalLM` where blocks have no gate), whose
-    `save_pretrained` writes what `from_pretrained` reads.
+    `save_pretrained` writes files for `from_pretrained`.
 
     Args:
         folder: with `config.json` and `model.safetensors`, whole or in shards.
@@ -70,7 +70,7 @@ def load_sparse(
     transposed = gated and bool(sparsity.get("sparsity_use_hybrid_kernel", False))
     for name, tensor in tensors.items():
         shape = wanted.get(name)
-        # Of a square one the shape says nothing, and the configuration what the code did.
+        # The shape of a square one says nothing; the configuration tells whether the code transposed.
         square = tensor.dim() == 2 and tensor.shape[0] == tensor.shape[1]
         if name.endswith(_DOWN) and (transposed if square else tensor.shape[::-1] == shape):
             tensors[name] = tensor.t().contiguous()

@@ -1,8 +1,8 @@
 """Feed-forward blocks of Hugging Face models, fused or sparse, in place and undone as easily.
 
 `patch` gives each block that it knows, one that computes down(act(gate(x)) * up(x)) or down(act(up(x))) with plain
-layers, a subclass of its class, with the same name and another forward; parameters and state dict stay what they are.
-Whether the layers are still plain is looked at in every call, for hooks and adapters may come later: then the block
+layers, a subclass of its class, with the same name and another forward; parameters and state dict stay as
+they are. Every call looks whether the layers are still plain, for hooks and adapters may come later: then the block
 computes as its class does.
 """
 
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from gossamer import gemm
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS, NAMES, Block
+from gossamer.ffn.training import with_all
 from gossamer.integrations.transformers._layouts import (
-    T5_GATED,
     Layout,
     activation_of,
     drops_out,
@@ -34,17 +34,17 @@ from gossamer.integrations.transformers._layouts import (
 )
 from gossamer.nn.plain import why_called
 
-_PATCH, _UNPATCH = "integrations.transformers.patch", "integrations.transformers.unpatch"
+_PATCH = "integrations.transformers.patch"
 
 
 @dataclass(frozen=True)
 class Report:
-    """What `patch` did.
+    """The changes of `patch`.
 
     Args:
-        replaced: name of a module -> what it was.
+        replaced: name of a module -> its class.
         left: name of a module that looks like a feed-forward block -> why it computes as before.
-        sparse: those among `replaced` that compute sparse where no gradient is needed.
+        sparse: those among `replaced` that compute their active neurons alone.
         dense: name of a module that was to be sparse, and is not -> why.
     """
 
@@ -55,38 +55,44 @@ class Report:
 
     def __str__(self) -> str:
         counts = Counter((kind, name in self.sparse) for name, kind in self.replaced.items())
-        how = {False: "with gate and up in one product", True: "sparse where no gradient is needed"}
+        how = {False: "with gate and up in one product", True: "sparse"}
         lines = [f"{kind}: {count} {how[sparse]}" for (kind, sparse), count in counts.items()]
         lines += [f"{count} not sparse, {why}" for why, count in Counter(self.dense.values()).items()]
         return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or _NONE
 
 
 _NONE = (
-    "no feed-forward block found that can be replaced; known are those of Llama, Mistral, Qwen2, Qwen3, Gemma, Phi3 "
-    "and gated T5 models, and with sparse=True of OPT, T5 1.0, Arcee, Nemotron, Jais2 and NanoChat"
+    "no feed-forward block found that can be replaced; known are modules whose forward is down(act(gate(x)) * up(x)), "
+    "and with sparse=True down(act(up(x))) of a ReLU or squared ReLU"
 )
 
 
-def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = False) -> Report:
+def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = False, train: bool = False) -> Report:
     """Computes gate and up of a model's gated MLPs in one product, and sparse blocks sparse; `unpatch` undoes it.
 
     Args:
-        model: a model of transformers, or a module that contains one. Llama, Mistral, Qwen2, Qwen3, Gemma 1 to 3, Phi3
-            and the gated T5 models are known. An MLP with an adapter, quantised or distributed parameters, a hook on a
-            part of it or on all modules, or another activation is left, and so is one that gets such a thing later.
+        model: a model of transformers, or any module. A block is known by its forward, not by its class's name:
+            down(act(gate(x)) * up(x)), with gate and up in one layer or two, a dropout before down, or multipliers, as
+            Llama, Qwen, Gemma, Phi3, T5, Falcon-H1 and some 150 others have it. An MLP with an adapter, quantised or
+            distributed parameters, a hook on a part of it or on all modules, or another activation is left, and so is
+            one that gets an adapter, a hook or other parameters later.
         recompute: as in `gemm.linear_glu`: whether training computes gate and up again instead of keeping them.
-        sparse: whether blocks with a ReLU or squared ReLU multiply what it lets through, where no gradient is needed
-            and nothing drops out. Then blocks without a gate are taken as well: OPT, T5 version 1.0, Arcee, Nemotron,
-            Jais2 and NanoChat. True goes `method="auto"` of `ffn.gated`; the name of a path pins that.
+        sparse: whether blocks with a ReLU or squared ReLU multiply the active neurons alone, where nothing drops out;
+            under gradients they do so on lists of active entries. Then blocks without a gate are taken as well,
+            down(act(up(x))), and those in OPT's layers (without gradients, unless `train`). True goes `method="auto"`
+            of `ffn.gated`; the name of a path pins that.
+        train: whether sparse blocks keep L1, L0 and the counts of their neurons in calls with gradients, for
+            `activity(model)` and `sparsity_callback`. Needs `sparse`.
 
     Returns:
-        What is replaced, and what is left and why; it warns where nothing is replaced. `print` it. What is sparse has
-        a `ffn.SparseBlock` as `module.sparse_block`, which tells the path that was taken last. A model that is patched
-        already is left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
+        The blocks that are replaced, and those that are left and why; `patch` warns where nothing is replaced. `print`
+        it. A sparse block has a `ffn.SparseBlock` as `module.sparse_block`, which tells the path that was taken last. A
+        model that is patched already is left as it is, with a warning, and its report is made again; `unpatch` it to
+        change an option.
 
     Raises:
         TypeError: model is no module.
-        ValueError: an unknown path.
+        ValueError: an unknown path; `train` without `sparse`.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Cetin et al., "Sparser, Faster, Lighter Transformer
     Language Models".
@@ -98,6 +104,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     method = "auto" if sparse is True else sparse if sparse else None
     if method is not None and method not in METHODS:
         raise ValueError(f"{_PATCH}: sparse must be True, False or one of {', '.join(METHODS)}, got {sparse!r}.")
+    if train and method is None:
+        raise ValueError(f"{_PATCH}: train=True needs sparse=True: blocks that compute all keep no activity.")
     patched = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
     if patched:
         nothing_changed(_PATCH, model, "patched already")
@@ -109,9 +117,9 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         layout = layout_of(kind)
         if layout is None:
             if looks_gated(module):
-                left[name] = f"{kind.__name__} is no class that is known here"
+                left[name] = f"the forward of {kind.__name__} is another formula"
             continue
-        if layout.plain and method is None:
+        if layout.plain and (method is None or activation_of(module, layout) is None):
             continue
         is_sparse = method is not None and why_not_sparse(module, layout) is None
         why = why_not_sparse(module, layout) if layout.plain else why_not_fused(module, layout)
@@ -126,6 +134,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         replaced[name] = kind.__name__
         if is_sparse and method is not None:
             module.sparse_block = SparseBlock(method, _PATCH)
+            module.sparse_block.keeps_activity = train
             found.add(name)
         elif method is not None:
             dense[name] = why_not_sparse(module, layout) or ""
@@ -135,27 +144,13 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     return report
 
 
-def unpatch(model: nn.Module) -> None:
-    """Undoes `patch`; where nothing is patched it changes nothing, and warns.
-
-    Args:
-        model: what was patched.
-
-    Raises:
-        TypeError: model is no module.
-        ValueError: something has replaced the forward or the class of what is patched since, and has to be removed
-            first. Nothing is changed then.
-
-    >>> unpatch(model)  # doctest: +SKIP
-    """
-    check_model(_UNPATCH, model)
+def undo(operator: str, model: nn.Module) -> bool:
+    """Undoes `patch`; whether there was anything to undo."""
     found = {name: module for name, module in model.named_modules() if isinstance(module, _Patched)}
-    if not found:
-        nothing_changed(_UNPATCH, model, "not patched")
     later = {name or "model": what for name, module in found.items() if (what := _put_on(module)) is not None}
     if later:
         raise ValueError(
-            f"{_UNPATCH}: what patch has replaced must be as patch left it, but since then "
+            f"{operator}: patched blocks must be as patch left them, but since then "
             f"{'; '.join(f'{name} got {what}' for name, what in later.items())}. Remove that first (a hook of "
             "accelerate with accelerate.hooks.remove_hook_from_module); where it cannot be, as fully_shard, load the "
             "state dict into a new model."
@@ -164,10 +159,11 @@ def unpatch(model: nn.Module) -> None:
         for name in ("forward", "sparse_block"):
             module.__dict__.pop(name, None)
         module.__class__ = module._gossamer[0]
+    return bool(found)
 
 
 class _Patched(nn.Module):
-    """What the class of a patched block inherits from, beside the class that it had."""
+    """The second base of the class of a patched block, beside the class that it had."""
 
     _gossamer: ClassVar[tuple[Any, bool]]
     """The class that it had, and recompute."""
@@ -180,7 +176,7 @@ class _Patched(nn.Module):
 
 
 @functools.cache
-def _patched(kind: type[nn.Module], recompute: bool) -> type[nn.Module]:
+def _patched(kind: Any, recompute: bool) -> type[nn.Module]:
     """A class of blocks with another forward, and the same name."""
     layout = layout_of(kind)
     assert layout is not None
@@ -214,7 +210,8 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
             return kind.forward(self, *args, **kwargs)
-        if not torch.is_grad_enabled():
+        kept = not torch.is_grad_enabled() or self.sparse_block.keeps_activity
+        if kept and not drops_out(self, layout):
             return kind.forward(_View(self, layout, _run, _same), *args, **kwargs)
         if self.sparse_block.observer is None:
             return kind.forward(self, *args, **kwargs)
@@ -224,7 +221,7 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
 
 
 class _View:
-    """A module with another first part of its block, and another `rest` of it, which hands on what the first part made,
+    """A module with another first part of its block, and another `rest` of it, which hands on the result of the first,
     or with its own. All else is the module's own, which is left as it is."""
 
     # The layers of transformers checkpoint where they are called by their type's own; this never is.
@@ -253,11 +250,11 @@ def _rebuild(kind: Any, recompute: bool) -> nn.Module:
 
 
 def _put_on(module: _Patched) -> str | None:
-    """What came onto a patched block after `patch` and would keep it from being undone."""
+    """A change of a patched block after `patch` that keeps it from being undone, or None."""
     if "_gossamer" not in type(module).__dict__:
         return f"the class {type(module).__name__}"
     forward = module.__dict__.get("forward")
-    # accelerate, when its hook is removed, leaves on the instance what it found: the forward of the class.
+    # accelerate, when its hook is removed, leaves the forward of the class on the instance.
     if forward is None or getattr(forward, "__func__", None) is type(module).forward:
         return None
     return "another forward"
@@ -274,7 +271,7 @@ def nothing_changed(operator: str, model: nn.Module, why: str) -> None:
 
 
 def _sparse(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
-    """What a block makes of x by its `SparseBlock`, or None where it has none or something keeps it from that."""
+    """The result of a block's `SparseBlock`, or None where it has none or something keeps it from that."""
     if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
         return None
     if drops_out(self, layout):
@@ -285,8 +282,21 @@ def _sparse(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
 
 def _run(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
     """The same, of a block that may be computed so."""
-    weights, name = _weights(self, layout)
-    return self.sparse_block(x, *weights, activation=name)
+    (weights, name), block = _weights(self, layout), self.sparse_block
+    if not (block.keeps_activity and torch.is_grad_enabled()):
+        return block(x, *weights, activation=name)
+    found = block(x, *weights, activation=name, with_activity=True)
+    if found is None:
+        found = with_all(_block(self, x, layout))
+    out, block.activity = found
+    return out
+
+
+def gate_weight(module: Any) -> Tensor:
+    """`[N, K]`, the weight that the activation of a sparse block follows."""
+    layout = layout_of(type(module)._gossamer[0])
+    assert layout is not None
+    return _weights(module, layout)[0][0]
 
 
 def _observed(self: Any, x: Tensor, layout: Layout) -> Tensor:
@@ -296,46 +306,51 @@ def _observed(self: Any, x: Tensor, layout: Layout) -> Tensor:
 
 
 def _observe(self: Any, x: Tensor, layout: Layout) -> None:
+    block = _block(self, x, layout)
+    if block.activation in NAMES:
+        self.sparse_block.observe(block)
+
+
+def _block(self: Any, x: Tensor, layout: Layout) -> Block:
     (gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias), name = _weights(self, layout)
-    if name in NAMES:
-        operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
-        self.sparse_block.observe(Block(*operands, name))
+    operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
+    return Block(*operands, name)
 
 
-def _weights(self: Any, layout: Layout) -> tuple[tuple[Any, ...], str]:
-    """(weights and biases as a `SparseBlock` takes them, the activation's name)"""
-    gate_weight, gate_bias, up_weight, up_bias = _gate_and_up(self, layout)
-    down = getattr(self, layout.down)
-    if up_weight is None and not layout.plain:
-        gate_weight, up_weight = gate_weight.chunk(2)
-    name = activation_of(getattr(self, layout.activation)) or ""
-    return (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias), name
-
-
-def _gate_and_up(self: Any, layout: Layout) -> tuple[Any, ...]:
-    """gate_weight, gate_bias, up_weight and up_bias; in the first both weights of a gated block without `up`."""
-    gate, up = getattr(self, layout.gate), None if layout.up is None else getattr(self, layout.up)
-    gate_bias, up_bias = gate.bias, None if up is None else up.bias
-    if up is None and not layout.plain and gate.bias is not None:
-        gate_bias, up_bias = gate.bias.chunk(2)
-    return gate.weight, gate_bias, None if up is None else up.weight, up_bias
+def _weights(self: Any, layout: Layout, whole: bool = False) -> tuple[tuple[Any, ...], str]:
+    """(weights and biases as a `SparseBlock` takes them, the activation's name); `whole`: where one layer has gate and
+    up, its weight stays one, if the gate comes first."""
+    gate, down = getattr(self, layout.gate), getattr(self, layout.down)
+    gate_weight, gate_bias, up_weight, up_bias = gate.weight, gate.bias, None, None
+    if layout.up is not None:
+        up = getattr(self, layout.up)
+        up_weight, up_bias = up.weight, up.bias
+    elif not layout.plain:
+        order = slice(None) if layout.gate_first else slice(None, None, -1)
+        if not (whole and layout.gate_first):
+            gate_weight, up_weight = gate_weight.chunk(2)[order]
+        gate_bias, up_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)[order]
+    return (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias), activation_of(self, layout) or ""
 
 
 def _compute(self: Any, x: Tensor, layout: Layout, recompute: bool) -> Tensor:
-    gate_weight, gate_bias, up_weight, up_bias = _gate_and_up(self, layout)
-    options: dict[str, Any] = {
-        "activation": activation_of(getattr(self, layout.activation)) or "",
-        "gate_bias": gate_bias,
-        "up_bias": up_bias,
-        "recompute": recompute,
-    }
+    (gate_weight, gate_bias, up_weight, up_bias, *_), name = _weights(self, layout, whole=True)
+    scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
+    if scale is not None:
+        # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.
+        x = x * scale
+        gate_bias, up_bias = (None if t is None else t * scale for t in (gate_bias, up_bias))
+    options: dict[str, Any] = {"activation": name, "gate_bias": gate_bias, "up_bias": up_bias, "recompute": recompute}
     down = getattr(self, layout.down)
-    if layout is not T5_GATED and why_called(**{layout.down: down}) is None:
-        return gemm.gated_mlp(x, gate_weight, up_weight, down.weight, down_bias=down.bias, **options)
-    hidden = gemm.linear_glu(x, gate_weight, up_weight, **options)
-    if layout is T5_GATED:
-        # T5 drops out here, and may keep this layer alone in float32.
-        hidden = self.dropout(hidden)
-        if isinstance(down.weight, Tensor) and down.weight.dtype not in (hidden.dtype, torch.int8):
-            hidden = hidden.to(down.weight.dtype)
-    return down(hidden)
+    if not layout.dropout and scale is None and why_called(**{layout.down: down}) is None:
+        out = gemm.gated_mlp(x, gate_weight, up_weight, down.weight, down_bias=down.bias, **options)
+    else:
+        hidden = gemm.linear_glu(x, gate_weight, up_weight, **options)
+        hidden = hidden if scale is None else hidden / scale
+        if layout.dropout:
+            hidden = getattr(self, layout.dropout)(hidden)
+            # T5 may keep this layer alone in float32.
+            if isinstance(down.weight, Tensor) and down.weight.dtype not in (hidden.dtype, torch.int8):
+                hidden = hidden.to(down.weight.dtype)
+        out = down(hidden)
+    return out * getattr(self, layout.down_scale) if layout.down_scale else out

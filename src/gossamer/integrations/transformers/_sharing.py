@@ -2,7 +2,7 @@
 
 The model that calls the layers hands its keyword arguments on to each of them. A hook adds an empty `SharedSelections`
 to those of each forward pass: the first layer of a group puts its selection there, the others take it. So two passes
-never mix, gradient checkpoints find what their own pass selected, and no selection outlives its pass.
+never mix, gradient checkpoints find the selection of their own pass, and no selection outlives its pass.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from gossamer.attention import Selection
 class SharedSelections:
     """The selections of one forward pass, by the group of layers that uses them.
 
-    Beside each stands what it was scored by: the indexer's queries, keys, weights and bias, for the losses of the other
-    layers; empty unless indexers learn.
+    Beside each stand the operands that scored it: the indexer's queries, keys, weights and bias, for the losses of the
+    other layers; empty unless indexers learn.
     """
 
     def __init__(self) -> None:
@@ -34,7 +34,7 @@ class SharedSelections:
     def taken(
         shared: SharedSelections | None, layer: Any, device: torch.device
     ) -> tuple[Selection | None, tuple[Tensor, ...]]:
-        """What the first layer of this layer's group has put there."""
+        """The selection of the first layer of this layer's group."""
         group = layer.group
         if shared is None or group not in shared._of:
             raise ValueError(
@@ -111,7 +111,7 @@ def _caller(model: nn.Module, name: str) -> str | None:
 
 
 def share_selections(model: nn.Module, groups: dict[str, tuple[int, ...]]) -> None:
-    """Lets what calls these layers begin each forward pass without selections, and nothing else in model do so."""
+    """Lets the callers of these layers, and no other module, begin each forward pass without selections."""
     callers = {_caller(model, name) for name in groups}
     for name, module in model.named_modules():
         handle = module.__dict__.pop(_HANDLE, None)

@@ -12,17 +12,14 @@ from gossamer._core.ranges import span
 from gossamer.nn.gated_sparse_attention import OPERATOR, GatedSparseAttention
 
 
-class GatedSparseAttentionReference(GatedSparseAttention):
+class PlainGatedSparseAttention(GatedSparseAttention):
     """`GatedSparseAttention` by plain PyTorch, with matrices of T by T: for checks, and for a small T.
 
     Parameters, and so its `state_dict`, are the same. The number of keys is `k_base` for each query.
-
-    >>> GatedSparseAttentionReference(32, 4, k_base=8, k_min=4, k_max=16, d_indexer=16)(torch.randn(2, 20, 32)).shape
-    torch.Size([2, 20, 32])
     """
 
     def _with_cache(self, *_: Any) -> Tensor:
-        raise NotImplementedError(f"{OPERATOR}Reference: a cache is not implemented. Use {OPERATOR}.")
+        raise NotImplementedError(f"PlainGatedSparseAttention: a cache is not implemented. Use {OPERATOR}.")
 
     def run(
         self,
@@ -33,9 +30,9 @@ class GatedSparseAttentionReference(GatedSparseAttention):
     ) -> Tensor:
         """As `GatedSparseAttention.run`."""
         if self.adaptive_k is not None:
-            raise NotImplementedError(f"{OPERATOR}Reference: adaptive numbers of keys are not implemented. Use None.")
+            raise NotImplementedError("PlainGatedSparseAttention: adaptive=None is implemented alone.")
         if self.granularity != 1:
-            raise NotImplementedError(f"{OPERATOR}Reference: units of keys are not implemented. Use granularity=1.")
+            raise NotImplementedError("PlainGatedSparseAttention: granularity=1 is implemented alone.")
         with span("gsa_ref/qkv_proj"):
             q, k, v = (layer(x).unflatten(-1, (-1, self.head_dim)) for layer in (self.q_proj, self.k_proj, self.v_proj))
         length = x.shape[1]

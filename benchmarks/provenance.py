@@ -1,0 +1,42 @@
+"""Command, commit, versions and hardware, without which a measurement says nothing."""
+
+from __future__ import annotations
+
+import os
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import gossamer
+from gossamer.cli.environment import describe, first_line, versions
+
+
+def provenance(command: str, root: Path, device: torch.device) -> dict[str, Any]:
+    """The head of a file of results: command, time of its start, commit at `root`, versions and hardware."""
+    return {
+        "command": command,
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(root),
+        "versions": versions(),
+        "device": describe(device),
+    }
+
+
+def commit(root: Path) -> str | None:
+    """The git commit of the checkout at `root` or around it, with `+` where tracked files differ from it.
+
+    None unless git tracks the package there: an installed one may lie in the `.venv` of any project.
+    `GOSSAMER_COMMIT` in the environment stands in for it where the tree was copied without its history.
+    """
+    if "GOSSAMER_COMMIT" in os.environ:
+        return os.environ["GOSSAMER_COMMIT"]
+    git = ("git", "-C", str(root))
+    if first_line(*git, "ls-files", "--error-unmatch", gossamer.__file__) is None:
+        return None
+    head = first_line(*git, "rev-parse", "--short=12", "HEAD")
+    if head is None:
+        return None
+    changed = first_line(*git, "status", "--porcelain", "--untracked-files=no")
+    return head + ("+" if changed else "")

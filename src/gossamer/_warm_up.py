@@ -1,0 +1,89 @@
+"""Compilation ahead of the first real call."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from gossamer._core.modes import evaluating
+from gossamer.ffn import SparseBlock
+from gossamer.ffn.block import METHODS
+from gossamer.rowsparse import DensityTracker
+
+_PATHS = METHODS[1:]
+
+
+def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
+    """Compiles the kernels of all paths that `target(*inputs, **options)` may take, so that no later call waits.
+
+    A block or an autoencoder chooses its path by earlier calls, and so meets other kernels when its mind changes. Each
+    path is called here once, side by side, in inference and, where a parameter or an input needs a gradient, forward
+    and backward too. The calls run on copies that share the parameters: gradients, statistics and trackers stay as they
+    are. Compiled kernels stay in Triton's cache on disk for later processes.
+
+    Args:
+        target: a module, patched or of `nn`; a method of one, as `model.loss`; or a function.
+        inputs, options: as for a call, of the shapes, dtypes, strides and device of later calls.
+
+    Raises:
+        Exception: the errors of the call.
+
+    >>> model = gossamer.nn.TopKSAE(8, 32, k=4)
+    >>> gossamer.warm_up(model.loss, torch.randn(5, 8))
+    """
+    module = getattr(target, "__self__", target)
+    calls: list[Callable[..., Any]] = [target]
+    if isinstance(module, nn.Module):
+        count = max((len(paths) for paths, _ in _choices(module)), default=1)
+        shared = {id(parameter): parameter for parameter in module.parameters()}
+        if any(getattr(part, "is_fresh", False) for part in module.modules()):
+            # The first loss of a `JumpReLUSAE` with a target sets its parameters.
+            shared = {}
+        made = [copy.deepcopy(module, dict(shared)) for _ in range(count)]
+        for number, one in enumerate(made):
+            for paths, choose in _choices(one):
+                choose(paths[number % len(paths)])
+        calls = [one if module is target else getattr(one, target.__name__) for one in made]
+    modes = [(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)) for kind in ("cpu", "cuda")]
+
+    def call(one: Callable[..., Any]) -> None:
+        with ExitStack() as stack:
+            for mode in modes:
+                stack.enter_context(torch.autocast(*mode))
+            _call(one, inputs, options)
+
+    with ThreadPoolExecutor(len(calls), "gossamer-warm-up") as threads:
+        list(threads.map(call, calls))
+
+
+def _choices(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Callable[[str], None]]]:
+    """(the paths, a function that pins one) of each part that chooses its path by earlier calls."""
+    for value in chain.from_iterable(vars(part).values() for part in module.modules()):
+        if isinstance(value, SparseBlock):
+            if value.method == "auto":
+                yield _PATHS, partial(setattr, value, "method")
+        else:
+            tracker = value if isinstance(value, DensityTracker) else getattr(value, "density", None)
+            if isinstance(tracker, DensityTracker) and tracker.pinned is None:
+                yield ("sparse", "dense"), partial(setattr, tracker, "pinned")
+
+
+def _call(target: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str, Any]) -> None:
+    module = getattr(target, "__self__", target)
+    with torch.no_grad(), evaluating(module):
+        target(*inputs, **options)
+    operands = [*(module.parameters() if isinstance(module, nn.Module) else ()), *tree_leaves((inputs, options))]
+    needed = [operand for operand in operands if isinstance(operand, Tensor) and operand.requires_grad]
+    if needed:
+        out = tree_leaves(target(*inputs, **options))
+        sums = [part.float().sum() for part in out if isinstance(part, Tensor) and part.requires_grad]
+        torch.autograd.grad(torch.stack(sums).sum(), needed, allow_unused=True)

@@ -1,0 +1,93 @@
+"""gossamer.warm_up: every path is taken once, and nothing is left behind."""
+
+import copy
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+import gossamer
+from gossamer import nn
+from gossamer.ffn import SparseBlock
+from gossamer.ffn.block import METHODS
+
+pytestmark = pytest.mark.native
+
+
+def state(model: torch.nn.Module) -> dict[str, Any]:
+    return copy.deepcopy(model.state_dict())
+
+
+def unchanged(model: torch.nn.Module, before: dict[str, Any]) -> bool:
+    same = all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    return same and all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_every_path_of_a_block(training: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.Sequential(*(nn.GatedMLP(16, 48, "relu", method="auto", device=device) for _ in range(2)))
+    model.train(training).requires_grad_(training)
+    model[1].method = "gather"
+    seen, original, lock = [], SparseBlock.__call__, threading.Lock()
+
+    def call(block: SparseBlock, *args: Any, **kwargs: Any) -> Any:
+        with lock:
+            seen.append((block.method, torch.is_grad_enabled()))
+        return original(block, *args, **kwargs)
+
+    monkeypatch.setattr(SparseBlock, "__call__", call)
+    before = state(model)
+    gossamer.warm_up(model, torch.randn(5, 16, device=device))
+    paths = {method for method, _ in seen}
+    assert paths == set(METHODS[1:])
+    # The pinned block stays so, and gradients are computed where a parameter has one.
+    assert {grad for _, grad in seen} == ({False, True} if training else {False})
+    assert sum(method == "gather" for method, grad in seen if not grad) == len(METHODS)
+    assert unchanged(model, before) and model[0].method == "auto" and model[0].last_path is None
+    assert model.training is training
+
+
+@pytest.mark.parametrize(
+    "kind, options",
+    [(nn.TopKSAE, {"k": 4}), (nn.BatchTopKSAE, {"k": 4}), (nn.JumpReLUSAE, {}), (nn.JumpReLUSAE, {"target_l0": 4})],
+)
+def test_an_autoencoder_in_training(kind: Any, options: dict[str, Any], device: torch.device) -> None:
+    model, x = kind(16, 64, **options, device=device), torch.randn(9, 16, device=device)
+    before = state(model)
+    gossamer.warm_up(model.loss, x)
+    gossamer.warm_up(model, x)
+    assert unchanged(model, before) and model.density.last_path is None and model.density.pinned is None
+    assert not model.firing_counts.any()
+
+
+def test_autocast_and_functions(device: torch.device) -> None:
+    seen = []
+
+    def function(x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        seen.append(((x @ x.t()).dtype, scale))
+        return x.square() * scale
+
+    x = torch.randn(4, 4, device=device, requires_grad=True)
+    with torch.autocast(device.type, torch.bfloat16):
+        gossamer.warm_up(function, x, scale=3.0)
+    assert seen == [(torch.bfloat16, 3.0)] * 2 and x.grad is None
+    with pytest.raises(ValueError, match="no such thing"):
+        gossamer.warm_up(_refuse, x)
+
+
+def _refuse(x: torch.Tensor) -> None:
+    raise ValueError("no such thing")
+
+
+def test_a_patched_model(device: torch.device) -> None:
+    transformers = pytest.importorskip("transformers")
+    from gossamer.integrations.transformers import patch
+
+    sizes = {"hidden_size": 32, "ffn_dim": 72, "num_attention_heads": 4, "word_embed_proj_dim": 32}
+    model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=97, num_hidden_layers=2, **sizes)).to(device)
+    patch(model.eval(), sparse=True)
+    before = state(model)
+    gossamer.warm_up(model, torch.randint(5, 97, (2, 8), device=device))
+    assert unchanged(model, before)
+    assert all(layer.sparse_block.last_path is None for layer in model.model.decoder.layers)
