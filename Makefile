@@ -46,10 +46,11 @@ test-full: $(INSTALLED) ## every test
 test-avx2: $(INSTALLED) ## the numerical tests once more, on this CPU's AVX2 alone: sums come out otherwise
 	$(AVX2) $(PYTEST) -m "not full" $(NUMERICAL) $(ARGS) || $(NONE_CHOSEN)
 
-lint: $(INSTALLED) ## ruff, mypy, and whether the tables in docs match benchmarks/results
+lint: $(INSTALLED) ## ruff, mypy, and whether the tables in docs match benchmarks/results and the source
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m benchmarks.tables --check
+	$(BIN)/python -m benchmarks.paths --check
 
 docs: $(SITE) ## the site of the documents and the reference, in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build

@@ -120,6 +120,6 @@ def _fired_on(found: Extraction, features: list[int]) -> Tensor:
     for shard, rows in enumerate(found):
         places = place[rows.indices]
         held = places >= 0
-        row = torch.repeat_interleave(rows.nnz_per_row)[held]
+        row = torch.repeat_interleave(rows.counts)[held]
         counts += (places[held] * N_BYTES + found.tokens(shard)[row]).bincount(minlength=len(counts))
     return counts.view(-1, N_BYTES)

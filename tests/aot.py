@@ -28,7 +28,7 @@ _WORDS = {
     "*i32": "above again any arrived before bits blocks bound cols columns counts elements entries fired flags found"
     " from heavy indices kth last lengths list lists long need nnz offsets order others pairs places plan positions"
     " ranks reach rows sizes some sorted starts table taken tiles ties union wanted",
-    "*i64": "index keys map words",
+    "*i64": "index keys map spans words",
     "*u8": "mask",
     "*fp32": "bias bounds cos dki dots dqi l0 l1 lse mean partial parts penalty predictor radius sin slope stats sums"
     " threshold wide",

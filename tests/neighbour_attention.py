@@ -55,8 +55,7 @@ def attended(case: Case) -> Scenario:
     case.clean["lengths"] = None
     lengths = lengths_of(case, b, tk)
     mask = case.chance(b, scopes, tq, tk, share=case.pick(0.02, 0.3, 1.0))
-    least = min(tk - tq, 0) if lengths is None else 0
-    taken = mask.repeat_interleave(h // scopes, 1) & visible(tq, tk, lengths, b, causal, least)
+    taken = mask.repeat_interleave(h // scopes, 1) & visible(tq, tk, lengths, b, causal, min(tk - tq, 0))
     used = taken.any(2).view(b, g, h // g, tk).any(2)[..., None]
     case.give("q", case.draw(b, h, tq, d))
     case.give("k", case.draw(b, g, tk, d), ~used)

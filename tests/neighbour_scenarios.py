@@ -8,35 +8,24 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer import ffn, gemm, rowsparse, sae
-from gossamer.rowsparse import CSR, ELL, Rows
+from gossamer.rowsparse import Rows
 from gossamer.sae.encode_dense import encode_dense
-from gossamer.testing import random_csr, random_ell
+from gossamer.testing import random_slots
 from tests.neighbour_attention import attended, gates, indexed, indexer_trained
 from tests.neighbour_blocks import block_attention, block_moves, block_products, compressed, normed
 from tests.neighbours import Case, Results, Scenario
 from tests.sae.dense import selected
 
 
-def _format(case: Case, n: int) -> dict[str, Any]:
-    made: dict[str, Any] = case.pick(
-        {},
-        {"capacity": case.pick(1, 2, 5, 40)},
-        {"format": "csr"},
-        {"format": "csr", "max_nnz": case.pick(0, 1, 3, 50)},
-        {"format": "twell", "tile": case.pick(1, 3, 16, 300), "slots": case.pick(None, 1, 2)},
-    )
-    return made
-
-
 def packed(case: Case) -> Scenario:
     lead, n, d = case.leading(), case.size(), case.size(33)
     case.give("x", case.draw(*lead, n) * case.chance(*lead, n, share=case.pick(0.05, 0.3, 1.0)))
     case.give("W", case.draw(n, d))
-    options, to = _format(case, n), case.pick(*({"format": name} for name in ("ell", "csr", "twell")))
+    capacity = case.pick(None, "exact", 1, 2, 5, 40)
 
     def call(x: Tensor, W: Tensor) -> Results:
-        rows = rowsparse.pack(x, **options)
-        return [rowsparse.unpack(rows), rowsparse.matmul(rows, W), rowsparse.convert(rows, **to).to_dense()]
+        rows = rowsparse.pack(x, capacity=capacity)
+        return [rows.to_dense(), rowsparse.matmul(rows, W), rows.complete().to_dense()]
 
     def reference(x: Tensor, W: Tensor) -> Results:
         # The gradient lives at the entries.
@@ -50,15 +39,11 @@ def foreign(case: Case) -> Scenario:
     """Containers that users build: repeated columns, slots without an entry that hold NaN, counts in any memory."""
     shape, capacity, d = (*case.leading(), case.size()), case.pick(0, 1, 3, 8), case.size(17)
     options: dict[str, Any] = {"dtype": case.dtype, "generator": case.generator, "integers": True}
-    made: Any = (
-        random_ell(shape, capacity, **options)
-        if case.pick(True, False)
-        else random_csr(shape, capacity, padding=case.pick(0, 3), **options)
-    )
-    values, indices, counts, _ = made.packed
+    made = random_slots(shape, capacity, packed=case.pick(True, False), padding=case.pick(0, 3), **options)
+    values, indices, spans, _ = made.packed
     case.give("values", values, values.isnan())
     case.give("indices", indices)
-    case.give("counts", counts.view(made.nnz_per_row.shape) if isinstance(made, ELL) else counts)
+    case.give("spans", spans)
     m = math.prod(shape[:-1])
     case.give("W", case.draw(shape[-1], d))
     case.maybe("b", d)
@@ -66,37 +51,27 @@ def foreign(case: Case) -> Scenario:
     case.give("y", case.draw(*shape[:-1], d))
     what = case.pick("product", "sampled", "rest")
 
-    def rows_of(values: Tensor, indices: Tensor, counts: Tensor) -> Rows:
-        if isinstance(made, ELL):
-            return ELL(values, indices, counts, shape)
-        return CSR(counts, indices, values, shape)
-
-    def call(values: Tensor, indices: Tensor, counts: Tensor, W: Tensor, b: Any, scale: Tensor, y: Tensor) -> Results:
-        rows = rows_of(values, indices, counts)
+    def call(values: Tensor, indices: Tensor, spans: Tensor, W: Tensor, b: Any, scale: Tensor, y: Tensor) -> Results:
+        rows = Rows(values, indices, spans, shape)
         if what == "product":
-            return [rowsparse.unpack(rows), rowsparse.matmul(rows, W), sae.decode(rows, W, b)]
+            return [rows.to_dense(), rowsparse.matmul(rows, W), sae.decode(rows, W, b)]
         if what == "sampled":
             return [rowsparse.sampled_matmul(y, W, rows).to_dense()]
         return [rowsparse.transpose(rows).to_dense(), sae.count_fired(rows), sae.tanh_l0(rows, scale)]
 
-    def dense(values: Tensor, indices: Tensor, counts: Tensor) -> Tensor:
+    def dense(values: Tensor, indices: Tensor, spans: Tensor) -> Tensor:
         flat = values.new_zeros(m, shape[-1] + 1)
-        if isinstance(made, ELL):
-            values, indices = values.view(m, capacity), indices.view(m, capacity)
-            held = (torch.arange(capacity) < counts.view(m, 1)) & (indices >= 0)
-            columns = torch.where(held, indices.long(), shape[-1])
-            flat = flat.scatter_add(1, columns, torch.where(held, values, 0))
-        else:
-            row = torch.repeat_interleave(torch.arange(m), counts.diff())
-            count = len(row)
-            columns = torch.where(indices[:count] >= 0, indices[:count].long(), shape[-1])
-            flat = flat.index_put((row, columns), values[:count], accumulate=True)
+        starts, counts = spans
+        row = torch.repeat_interleave(torch.arange(m), counts)
+        slots = starts[row] + torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
+        columns = torch.where(indices[slots] >= 0, indices[slots].long(), shape[-1])
+        flat = flat.index_put((row, columns), values[slots], accumulate=True)
         return flat[:, :-1].view(shape)
 
     def reference(
-        values: Tensor, indices: Tensor, counts: Tensor, W: Tensor, b: Any, scale: Tensor, y: Tensor
+        values: Tensor, indices: Tensor, spans: Tensor, W: Tensor, b: Any, scale: Tensor, y: Tensor
     ) -> Results:
-        x = dense(values, indices, counts)
+        x = dense(values, indices, spans)
         if what == "product":
             return [x, x @ W, x @ W + (0 if b is None else b)]
         if what == "sampled":
@@ -127,17 +102,17 @@ def encoded(case: Case) -> Scenario:
         case.clean["threshold"] = case.clean["threshold"].double()
     name = case.pick("relu", "jumprelu", "topk", "batchtopk")
     k, plain = min(case.pick(1, 3, 8), n), case.pick(True, False)
-    options: dict[str, Any] = case.pick({}, {"capacity": case.pick(1, 4, 90)})
-    if name == "batchtopk" and case.pick(True, False):
-        options = {"format": "csr"}
+    options: dict[str, Any] = case.pick({}, {"capacity": case.pick(1, 4, 90, "exact")})
+    if "topk" in name:
+        options = {}
 
     def call(x: Tensor, W: Tensor, b: Any, b_dec: Any, threshold: Tensor) -> Results:
         activation = _activation(case, name, threshold.detach(), None, k)
         if plain:
             acts, _, _, nnz = encode_dense(x, W, b, activation, b_dec=b_dec)
             return [acts, nnz]
-        rows, l0 = sae.encode_with_l0(x, W, b, activation, b_dec=b_dec, **options)
-        return [rows.to_dense(), l0.detach()]
+        rows = sae.encode(x, W, b, activation, b_dec=b_dec, **options)
+        return [rows.to_dense(), rows.l0.detach()]
 
     def reference(x: Tensor, W: Tensor, b: Any, b_dec: Any, threshold: Tensor) -> Results:
         z = (x if b_dec is None else x - b_dec) @ W + (0 if b is None else b)
@@ -157,7 +132,7 @@ def decoded(case: Case) -> Scenario:
     case.give("x", case.draw(*lead, n) * case.chance(*lead, n, share=case.pick(0.05, 0.3, 1.0)))
     case.give("W", case.draw(n, d))
     case.maybe("b", d)
-    options: dict[str, Any] = case.pick({}, {"capacity": case.pick(1, 4, 90)}, {"method": "exact"})
+    options: dict[str, Any] = case.pick({}, {"capacity": case.pick(1, 4, 90)})
 
     def call(x: Tensor, W: Tensor, b: Any) -> Results:
         return [sae.decode(x, W, b, **options)]
@@ -196,11 +171,11 @@ def linear_packed(case: Case) -> Scenario:
     case.give("W", case.draw(n, d))
     case.give("threshold", (case.draw(n).to(torch.promote_types(case.dtype, torch.float32)) + 2.5) / 3)
     name = case.pick("relu", "relu2", "jumprelu")
-    options = case.pick({"tile": 16, "slots": 2}, {"tile": 300}, {}, {"format": "ell", "capacity": case.pick(1, 5, 70)})
+    options = case.pick({"tile": 16, "slots": 2}, {"tile": 300}, {}, {"capacity": case.pick(1, 5, 70)})
 
     def call(x: Tensor, weight: Tensor, b: Any, W: Tensor, threshold: Tensor) -> Results:
-        rows, nnz = gemm.linear_pack(x, weight, b, _activation(case, name, threshold.detach(), None, 0), **options)
-        return [rows.to_dense(), rowsparse.matmul(rows, W), nnz]
+        rows = gemm.linear_pack(x, weight, b, _activation(case, name, threshold.detach(), None, 0), **options)
+        return [rows.to_dense(), rowsparse.matmul(rows, W), rows.counts.view(x.shape[:-1])]
 
     def reference(x: Tensor, weight: Tensor, b: Any, W: Tensor, threshold: Tensor) -> Results:
         z = F.linear(x, weight, b)

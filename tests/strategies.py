@@ -11,8 +11,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.rowsparse import CSR, ELL, Rows, TwELL, pack
-from gossamer.testing import random_csr, random_ell, random_rows
+from gossamer.rowsparse import Rows, pack
+from gossamer.rowsparse.rows import unchecked
+from gossamer.testing import random_rows, random_slots
 
 Draw = Callable[..., int]
 
@@ -77,11 +78,8 @@ def matrix(draw: Draw, rows: int, columns: int, dtype: torch.dtype, device: torc
 def built(draw: Draw, dtype: torch.dtype, device: torch.device) -> Rows:
     """A container as users may build it: repeated columns, slots without an entry, NaN where nobody may look."""
     shape, capacity = (*draw(LEADING), draw(COLUMNS)), draw(st.integers(0, 40))
-    generator = seeded(draw(SEEDS), device)
-    options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
-    if draw(st.booleans()):
-        return random_ell(shape, capacity, **options)
-    return random_csr(shape, capacity, padding=draw(st.integers(0, 5)), **options)
+    options = {"dtype": dtype, "device": device, "generator": seeded(draw(SEEDS), device), "integers": True}
+    return random_slots(shape, capacity, packed=draw(st.booleans()), padding=draw(st.integers(0, 5)), **options)
 
 
 @st.composite
@@ -89,42 +87,63 @@ def packed(draw: Draw, dtype: torch.dtype, device: torch.device) -> Rows:
     """A packed container, overflowed or not."""
     x = draw(dense(dtype, device))
     if draw(st.booleans()):
-        return pack(x, capacity=draw(st.one_of(st.none(), st.integers(1, 70))))
-    return pack(x, format="csr", max_nnz=draw(st.one_of(st.none(), st.integers(0, 100))))
+        return pack(x, capacity=draw(st.one_of(st.none(), st.just("exact"), st.integers(1, 70))))
+    return pack_as(x, room=draw(st.integers(0, 100)))
 
 
-@st.composite
-def tiled(draw: Draw, dtype: torch.dtype, device: torch.device) -> TwELL:
-    """A packed TwELL, overflowed or not, with tiles of a few columns, and with ones that a row does not fill."""
-    x = draw(dense(dtype, device))
-    tile = draw(st.sampled_from([1, 3, 16, 64, 300]))
-    rows = pack(x, format="twell", tile=tile, slots=draw(st.one_of(st.none(), st.integers(1, 8))))
-    values, indices, counts, _ = rows.packed
-    held = torch.arange(rows.slots, device=device) < counts[..., None]
-    # Where nobody may look.
-    return changed(rows, values=torch.where(held, values, math.nan), indices=torch.where(held, indices, 99))
+def pack_as(x: Tensor, room: int | None = None, **options: Any) -> Rows:
+    """`pack`, or with a `room` rows that follow each other in that many slots, of which the last may overflow."""
+    if room is None:
+        return pack(x, **options)
+    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    values, indices, spans, _ = pack(x, capacity="exact").packed
+    more = max(0, room - values.shape[0])
+    values = torch.nn.functional.pad(values[:room], (0, more), value=math.nan)
+    indices = torch.nn.functional.pad(indices[:room], (0, more), value=-1)
+    # The gradient of a source is zero where it has no entry, as that of pack is.
+    source = torch.where(flat != 0, flat, 0) if flat.requires_grad else flat
+    return unchecked(values, indices, spans, tuple(x.shape), source)
 
 
-def changed(rows: Any, **parts: Any) -> Any:
-    """A container with other buffers, by their names in `packed`; nothing settles."""
-    given = {**rows.packed._asdict(), **parts}
-    given[rows.COUNTS_NAME] = given.pop("counts")
-    given |= {"tile": rows.tile} if isinstance(rows, TwELL) else {}
-    return type(rows)(**given, shape=rows.shape)
+def over(rows: Rows) -> Tensor:
+    """Bool [M]: the rows that overflowed."""
+    return rows.packed.spans.sum(0) > rows.packed.values.shape[0]
 
 
-def with_index(format: str, index: int, dtype: torch.dtype, device: torch.device) -> Rows:
-    """Three rows of 30 columns with two ones each; the second has one at column 0, and one at `index`, which is put
-    there once the container is made: the constructor would refuse it."""
-    indices = torch.tensor([[3, 4], [0, 29], [1, 2]], dtype=torch.int32, device=device)
-    values = torch.ones(3, 2, dtype=dtype, device=device)
-    rows: Rows
-    if format == "ell":
-        rows = ELL(values, indices, torch.full((3,), 2, dtype=torch.int32, device=device), (3, 30))
-    else:
-        rows = CSR(torch.arange(0, 7, 2, device=device), indices.flatten(), values.flatten(), (3, 30))
-    indices[1] = torch.tensor(sorted((0, index)), dtype=torch.int32, device=device)
+def at_entries(dense: Tensor, rows: Rows) -> Tensor:
+    """The values of `rows` if every entry holds the element of `dense` [M, N] in its place; else 0."""
+    values, indices, spans, _ = rows.packed
+    out = torch.zeros_like(values, dtype=torch.float64)
+    for row, (first, count) in enumerate(spans.t().tolist()):
+        if first + count <= values.shape[0] and rows.num_columns:
+            at = indices[first : first + count].long()
+            out[first : first + count] = torch.where(at >= 0, dense[row, at.clamp(min=0)], 0)
+    return out
+
+
+def changed(rows: Rows, **parts: Any) -> Rows:
+    """A container with other buffers, by their names in `packed`; nothing is completed."""
+    return Rows(**{**rows.packed._asdict(), **parts}, shape=rows.shape)
+
+
+def with_index(apart: bool, index: int, dtype: torch.dtype, device: torch.device) -> Rows:
+    """Three rows of 30 columns with two ones each, `apart` or not; the second has one at column 0, and one at `index`,
+    which is put there once the container is made: the constructor would refuse it."""
+    columns = [[3, 4, -1], [0, 29, -1], [1, 2, -1]] if apart else [[3, 4], [0, 29], [1, 2]]
+    indices = torch.tensor(columns, dtype=torch.int32, device=device)
+    starts = torch.arange(3, device=device) * indices.shape[1]
+    flat = indices.flatten()
+    values = torch.ones(flat.shape, dtype=dtype, device=device)
+    rows = Rows(values, flat, torch.stack([starts, torch.full_like(starts, 2)]), (3, 30))
+    first = indices.shape[1]
+    flat[first : first + 2] = torch.tensor(sorted((0, index)), dtype=torch.int32, device=device)
     return rows
+
+
+def lost(device: torch.device, room: int = 1) -> Rows:
+    """Two rows of four columns, of which the second overflows without a source: a promise broken."""
+    spans = torch.tensor([[0, 1], [1, 3]], device=device)
+    return Rows(torch.ones(room, device=device), torch.zeros(room, device=device).int(), spans, (2, 4))
 
 
 def containers(dtype: torch.dtype, device: torch.device) -> st.SearchStrategy[Rows]:

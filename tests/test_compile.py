@@ -9,11 +9,10 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer import rowsparse, sae
-from gossamer.testing import random_csr, random_ell, random_rows
+from gossamer.testing import random_rows, random_slots
 
 N, D = 150, 24
-CSRS: list[dict[str, Any]] = [{"format": "csr", "max_nnz": 100}, {"format": "csr", "max_nnz": 20}]
-PACKINGS: list[dict[str, Any]] = [{}, {"capacity": 6}, *CSRS]
+PACKINGS: list[dict[str, Any]] = [{}, {"capacity": 6}, {"capacity": 3}]
 
 
 def inputs(device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,11 +57,11 @@ def test_a_container_leaves(options: dict[str, Any], device: torch.device, compi
     agree(lambda acts: rowsparse.pack(acts, **options), compiled, inputs(device)[0])
 
 
-@pytest.mark.parametrize("make", [random_ell, random_csr])
-def test_a_container_enters(make, device: torch.device, compiled) -> None:
-    rows = make((2, 4, N), 6, device=device)
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_container_enters(packed: bool, device: torch.device, compiled) -> None:
+    rows = random_slots((2, 4, N), 6, packed=packed, device=device)
     agree(rowsparse.matmul, compiled, rows, inputs(device)[1])
-    agree(rowsparse.unpack, compiled, rows)
+    agree(lambda rows: rows.to_dense(), compiled, rows)
     agree(sae.decode, compiled, rows, *inputs(device)[1:])
 
 
@@ -71,15 +70,15 @@ def test_a_container_enters_and_leaves(options: dict[str, Any], device: torch.de
     acts, W, _ = inputs(device)
     rows, x = rowsparse.pack(acts.detach(), **options), torch.randn(2, 4, D, device=device, requires_grad=True)
     # Unpacked, for the source of a row that did not overflow is left unwritten.
-    agree(lambda x, W, rows: rowsparse.unpack(rowsparse.sampled_matmul(x, W, rows)), compiled, x, W, rows)
+    agree(lambda x, W, rows: rowsparse.sampled_matmul(x, W, rows).to_dense(), compiled, x, W, rows)
     assert type(compiled(rowsparse.sampled_matmul)(x, W, rows)) is type(rows)
     agree(rowsparse.transpose, compiled, rows)
-    agree(lambda acts, rows: rowsparse.unpack(rowsparse.transpose(rows)) @ acts.reshape(8, N), compiled, acts, rows)
+    agree(lambda acts, rows: rowsparse.transpose(rows).to_dense() @ acts.reshape(8, N), compiled, acts, rows)
 
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"capacity": 6}, {"method": "fixed", "capacity": N, "validate": False}, {"method": "dense"}],
+    [{}, {"capacity": 6}, {"capacity": N}],
     ids=str,
 )
 @pytest.mark.parametrize("with_bias", [True, False])
@@ -107,8 +106,8 @@ def test_sizes_are_dynamic_too(device: torch.device, compiled) -> None:
     """Sizes of buffers that follow from the batch do not compile anew for every batch."""
 
     def there_and_back(x: Tensor) -> Tensor:
-        packed = rowsparse.pack(x, format="csr", max_nnz=10 * x.shape[0])
-        return rowsparse.transpose(rowsparse.pack(x)).to_dense() + rowsparse.unpack(packed).t()
+        packed = rowsparse.pack(x, capacity=10)
+        return rowsparse.transpose(rowsparse.pack(x)).to_dense() + packed.to_dense().t()
 
     torch._dynamo.reset()
     fast = compiled(there_and_back)

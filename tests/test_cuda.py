@@ -94,11 +94,11 @@ def test_graph_of_a_training_step(m: int, n: int, d: int) -> None:
 @pytest.mark.parametrize(
     "call",
     [
-        lambda x, W: sae.decode(x, W, method="exact"),
-        lambda x, W: sae.decode(x, W, method="fixed", capacity=80),
-        lambda x, W: rowsparse.pack(x, format="csr"),
+        lambda x, W: rowsparse.pack(x, capacity="exact"),
+        lambda x, W: sae.encode(W.t(), W, capacity="exact"),
+        lambda x, W: rowsparse.pack(x).values,
     ],
-    ids=["exact", "validate", "csr"],
+    ids=["pack", "encode", "values"],
 )
 def test_what_waits_cannot_be_captured(call) -> None:
     x, W = filled(4, 500, 0), integers((500, 8), 8)
@@ -120,12 +120,12 @@ def test_nothing_waits(m: int, n: int, d: int) -> None:
             sae.decode(acts, W, b, **options).sum().backward()
             with torch.inference_mode():
                 sae.decode(acts, W, b, **options)
-        for options in ({}, {"capacity": 16}, {"format": "csr", "max_nnz": 200}):
+        for options in ({}, {"capacity": 16}):
             rows = rowsparse.pack(acts, **options)
             rowsparse.matmul(rows, W).sum().backward()
             rowsparse.matmul(rowsparse.transpose(rows.detach()), x).sum().backward()
             rowsparse.sampled_matmul(x, W, rows.detach()).packed.values.sum().backward()
-            rowsparse.unpack(rowsparse.pack(acts, **options)).sum().backward()
+            rowsparse.pack(acts, **options).to_dense().sum().backward()
             repr(rows), rows.overflowed
 
     everything()
@@ -341,8 +341,8 @@ def test_more_than_2_to_the_31_activations() -> None:
         assert_exact(grads[1], some.sum(0)[:, None].expand(N, D))
         del grads, out
     rows = rowsparse.pack(x.detach(), capacity=16)
-    assert rows.nnz_per_row[places].tolist() == (some != 0).sum(1).tolist()
-    assert torch.equal(rowsparse.unpack(rows), x)
+    assert rows.counts[places].tolist() == (some != 0).sum(1).tolist()
+    assert torch.equal(rows.to_dense(), x)
 
 
 @pytest.mark.full

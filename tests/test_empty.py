@@ -35,20 +35,19 @@ LARGE = [(0, 20_000, 512), (600, 0, 12), (600, 90, 0)]
 
 def _rowsparse(draw: Draw, m: int, n: int, d: int) -> Results:
     acts, W, x = torch.zeros_like(draw(m, n)).requires_grad_(), draw(n, d), draw(m, d)
-    options: list[dict[str, Any]] = [{"capacity": 8}, {"capacity": max(n, 1)}, {"format": "csr"}]
-    for more in (*options, {"format": "csr", "max_nnz": 5}, {"format": "twell", "tile": 18, "slots": 2}):
+    options: list[dict[str, Any]] = [{"capacity": 8}, {"capacity": max(n, 1)}, {"capacity": "exact"}]
+    for more in options:
         rows = rowsparse.pack(acts, **more)
-        yield rowsparse.unpack(rows)
+        yield rows.to_dense()
         yield rowsparse.matmul(rows, W)
-        if not isinstance(rows, rowsparse.TwELL):
-            yield rowsparse.sampled_matmul(x, W, rows.detach()).to_dense()
-            yield rowsparse.transpose(rows).to_dense()
-        yield rowsparse.convert(rows, "ell").to_dense()
+        yield rowsparse.sampled_matmul(x, W, rows.detach()).to_dense()
+        yield rowsparse.transpose(rows).to_dense()
+        yield rows.complete().to_dense()
 
 
 def _decode(draw: Draw, m: int, n: int, d: int) -> Results:
     acts, W = torch.zeros_like(draw(m, n)).requires_grad_(), draw(n, d)
-    for options in ({"capacity": 8}, {"capacity": max(n, 1)}, {"method": "exact"}, {}):
+    for options in ({"capacity": 8}, {"capacity": max(n, 1)}, {}):
         yield sae.decode(acts, W, **options)
         yield sae.decode(acts.detach(), W.detach(), **options)
     yield sae.decode(rowsparse.pack(acts, capacity=8), W)
@@ -60,16 +59,14 @@ def _encode(draw: Draw, m: int, n: int, d: int) -> Results:
     limit = threshold.abs() + 1
     activations = [gemm.ReLU(), gemm.JumpReLU(limit, 0.5), gemm.JumpReLU(limit, 0.5, ste_to_input=True)]
     for activation in activations + ([gemm.TopK(4), gemm.BatchTopK(4)] if n else []):
-        for capacity in (None, 2):
-            rows, l0 = sae.encode_with_l0(x, W, b, activation, capacity=capacity)
+        for capacity in (None, 2, "exact") if isinstance(activation, gemm.ReLU | gemm.JumpReLU) else (None,):
+            rows = sae.encode(x, W, b, activation, capacity=capacity)
             yield rows.to_dense()
-            yield l0
+            yield rows.l0
             yield sae.tanh_l0(rows, draw(n))
             yield sae.count_fired(rows)
             assert smallest(rows, torch.ones_like(threshold)).item() == torch.inf
         yield from encode_dense(x, W, b, activation)
-    if n:
-        yield sae.encode(x, W, b, gemm.BatchTopK(4), format="csr").to_dense()
 
 
 def _squared_error(draw: Draw, m: int, n: int, d: int) -> Results:
@@ -85,12 +82,12 @@ def _gemm(draw: Draw, m: int, n: int, d: int) -> Results:
         yield gemm.linear_glu(x, gate, up, recompute=recompute)
         yield gemm.linear_glu(x, torch.cat([gate, up]), recompute=recompute)
         yield gemm.gated_mlp(x, gate, up, down, recompute=recompute)
-    more: list[dict[str, Any]] = [{"tile": 16, "slots": 2}, {"tile": 300}, {"format": "ell", "capacity": 5}]
+    more: list[dict[str, Any]] = [{"tile": 16, "slots": 2}, {"tile": 300}, {"capacity": 5}]
     for options in more:
         for operands in ((x, gate, W), (x.detach(), gate.detach(), W.detach())):
-            rows, l0 = gemm.linear_pack(*operands[:2], **options)
+            rows = gemm.linear_pack(*operands[:2], **options)
             yield rows.to_dense()
-            yield l0
+            yield rows.l0
             yield rowsparse.matmul(rows, operands[2])
 
 
@@ -99,10 +96,10 @@ def _overflowing(draw: Draw, m: int, n: int, d: int) -> Results:
     if m:
         return
     x, weight, W = draw(m, d), draw(n, d), draw(n, 5)
-    rows, _ = gemm.linear_pack(x, weight, format="ell", capacity=2)
+    rows = gemm.linear_pack(x, weight, capacity=2)
     yield rowsparse.matmul(rows, W)
     yield rows.to_dense()
-    rows, _ = sae.encode_with_l0(x, weight.t(), capacity=2)
+    rows = sae.encode(x, weight.t(), capacity=2)
     yield rowsparse.matmul(rows, W)
 
 
@@ -162,7 +159,7 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
         blocksparse.matmul(x, y, square, transpose_b=True),
         left.mT,
         blocksparse.softmax(left),
-        blocksparse.softmax(left, mask=left.values > 0),
+        blocksparse.softmax(left, mask=left > 0),
         blocksparse.repeat(left, (2, 1, 2)),
         blocksparse.adapt(left, blocksparse.adapt(layout, 64)),
         repeat_interleave(left, 2, -1),

@@ -20,6 +20,7 @@ RANK = {
     "attention": 3,
     "blocksparse": 3,
     "sparsity": 4,
+    "_warm_up": 4,
     "nn": 5,
     "extract": 6,
     "train": 6,
@@ -42,19 +43,18 @@ import gossamer, gossamer.rowsparse, gossamer.sae, gossamer.testing
 from gossamer import gemm, rowsparse, sae
 
 x, w = gossamer.testing.random_rows((4, 400), l0=5).requires_grad_(), torch.randn(400, 8).requires_grad_()
-for rows in (*(rowsparse.pack(x, format=f) for f in ("ell", "csr", "twell")), rowsparse.pack(x, capacity=2)):
-    rowsparse.unpack(rows)
+for rows in (rowsparse.pack(x, capacity=capacity) for capacity in (None, "exact", 2)):
+    rows.to_dense(), rows.l0
     rowsparse.sampled_matmul(torch.randn(4, 8), w, rows)
     for out in (rowsparse.matmul(rows, w), rowsparse.matmul(rowsparse.transpose(rows), torch.randn(4, 8))):
         out.sum().backward(retain_graph=True)
-for method in ("auto", "exact", "fixed", "dense"):
-    sae.decode(x, w, torch.zeros(8), method=method, capacity=8).sum().backward()
+for capacity in (None, 8):
+    sae.decode(x, w, torch.zeros(8), capacity=capacity).sum().backward()
 for recompute in (False, True):
     gemm.linear_glu(torch.randn(4, 8), torch.randn(6, 8).requires_grad_(), recompute=recompute).sum().backward()
-for format in ("ell", "twell"):
-    rows, _ = gemm.linear_pack(torch.randn(4, 8), w, format=format)
-    rowsparse.matmul(rowsparse.convert(rows, "csr"), w.detach())
-    rowsparse.matmul(rows, w).sum().backward()
+rows = gemm.linear_pack(torch.randn(4, 8), w)
+rowsparse.matmul(rows.complete(), w.detach())
+rowsparse.matmul(rows, w).sum().backward()
 print("loaded:", sorted(name for name in sys.modules if name.split(".")[0] == "triton"))
 """
 

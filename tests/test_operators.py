@@ -35,10 +35,10 @@ FUNCTIONS = pytest.mark.parametrize(
     [
         ("gemm.linear_glu: .* x ", lambda x: gemm.linear_glu(x, torch.ones(4, 6), torch.ones(4, 6))),
         ("gemm.gated_mlp: .* gate_weight ", lambda x: gemm.gated_mlp(torch.ones(5, 6), x, x, torch.ones(6, 3))),
-        ("gemm.linear_pack: .* x ", lambda x: gemm.linear_pack(x, torch.ones(4, 6))[0].values),
+        ("gemm.linear_pack: .* x ", lambda x: gemm.linear_pack(x, torch.ones(4, 6)).values),
         ("rowsparse.pack: .* x ", lambda x: rowsparse.pack(x).values),
         ("rowsparse.matmul: .* weight ", lambda x: rowsparse.matmul(rowsparse.pack(torch.ones(2, 3)), x)),
-        ("rowsparse.ELL: .* values ", lambda x: rowsparse.matmul(_tangled(x), torch.ones(9, 2))),
+        ("rowsparse.Rows: .* values ", lambda x: rowsparse.matmul(_tangled(x), torch.ones(9, 2))),
         ("sae.encode: .* W_enc ", lambda x: sae.encode(torch.ones(2, 3), x, activation="relu").values),
         ("sae.decode: .* W_dec ", lambda x: sae.decode(rowsparse.pack(torch.ones(2, 3)), x)),
     ],
@@ -79,6 +79,6 @@ def test_forward_mode_is_refused(name: str, call: Any, transform: bool) -> None:
                 call(torch.autograd.forward_ad.make_dual(x, x))
 
 
-def _tangled(values: Tensor) -> rowsparse.ELL:
-    indices = torch.arange(6, dtype=torch.int32).expand(3, 6).contiguous()
-    return rowsparse.ELL(values, indices, torch.full((3,), 6, dtype=torch.int32), (3, 9))
+def _tangled(values: Tensor) -> rowsparse.Rows:
+    indices, spans = torch.arange(6, dtype=torch.int32).repeat(3), torch.tensor([[0, 6, 12], [6, 6, 6]])
+    return rowsparse.Rows(values.flatten(), indices, spans, (3, 9))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer import testing
-from gossamer.rowsparse import CSR, ELL, pack
+from gossamer.rowsparse import Rows, pack
 
 
 def test_budget() -> None:
@@ -117,33 +117,31 @@ def test_short_rows_are_spread_like_long_ones(device: torch.device, generator: t
 
 
 @pytest.mark.parametrize("distinct", [True, False])
-@pytest.mark.parametrize("make", [testing.random_ell, testing.random_csr])
-def test_random_containers(make, distinct: bool, dtype: torch.dtype, device: torch.device) -> None:
+@pytest.mark.parametrize("packed", [False, True])
+def test_random_containers(packed: bool, distinct: bool, dtype: torch.dtype, device: torch.device) -> None:
     generator = torch.Generator(device).manual_seed(1)
-    rows = make((10, 3, 12), 8, dtype=dtype, device=device, generator=generator, distinct=distinct).validate()
+    options = {"dtype": dtype, "device": device, "generator": generator, "distinct": distinct}
+    rows = testing.random_slots((10, 3, 12), 8, packed=packed, padding=3, **options).validate()
+    assert len(rows.values) == (int(rows.counts.sum()) if packed else 240) + 3
     assert rows.shape == (10, 3, 12) and rows.dtype is dtype and not rows.overflowed
     repeated, holes = 0, 0
-    for row, count in enumerate(rows.nnz_per_row.tolist()):
-        first = 0 if isinstance(rows, ELL) else int(rows.row_offsets[row])
-        indices = (rows.indices[row] if isinstance(rows, ELL) else rows.indices)[first : first + count]
-        values = (rows.values[row] if isinstance(rows, ELL) else rows.values)[first : first + count]
+    for first, count in rows.spans.t().tolist():
+        indices, values = rows.indices[first : first + count], rows.values[first : first + count]
         held = indices[indices >= 0]
         assert (held.diff() >= 0).all() and values[indices >= 0].isfinite().all() and values[indices < 0].isnan().all()
         repeated += len(held) - len(held.unique())
         holes += count - len(held)
     assert holes > 0 and (repeated == 0) == distinct
-    assert rows.nnz_per_row.unique().numel() > 3
+    assert rows.counts.unique().numel() > 3
 
 
 def test_dense64_follows_the_definition() -> None:
     INT = torch.int32
-    values = torch.tensor([[1.0, 2.0, NAN], [5.0, 6.0, 7.0]])
-    indices = torch.tensor([[1, 1, -1], [0, 2, -1]], dtype=INT)
-    ell = ELL(values, indices, torch.tensor([3, 4], dtype=INT), (2, 3), torch.tensor([[9.0] * 3, [8.0] * 3]))
-    assert testing.dense64(ell).tolist() == [[0, 3, 0], [8, 8, 8]] and testing.dense64(ell).dtype is torch.float64
-    offsets, indices = torch.tensor([0, 2, 3]), torch.tensor([2, 2], dtype=INT)
-    csr = CSR(offsets, indices, torch.tensor([1.0, 4.0]), (2, 1, 3), torch.ones(2, 3))
-    assert testing.dense64(csr).tolist() == [[[0, 0, 5]], [[1, 1, 1]]]
+    values = torch.tensor([1.0, 2.0, NAN, 4.0])
+    indices, spans = torch.tensor([1, 1, -1, 2], dtype=INT), torch.tensor([[0, 3], [3, 4]])
+    rows = Rows(values, indices, spans, (2, 1, 3), torch.tensor([[9.0] * 3, [8.0] * 3]))
+    assert testing.dense64(rows).tolist() == [[[0, 3, 0]], [[8, 8, 8]]]
+    assert testing.dense64(rows).dtype is torch.float64
     x = testing.random_rows((3, 20), l0=4)
     assert torch.equal(testing.dense64(pack(x, capacity=2)), x.double())
 

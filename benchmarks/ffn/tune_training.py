@@ -96,10 +96,10 @@ class Operands:
     def by_hand(self) -> Tensor:
         """The operators of `rowsparse`."""
         call = LinearPack(self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False)
-        values, indices, counts, _ = linear_pack_operator(call)
+        values, indices, spans = linear_pack_operator(call)
         if self.up is not None:
-            values = values * sampled_operator(self.x, self.up, indices, counts, None, False, True, None)[0]
-        return matmul_operator(values, indices, counts, None, self.down, None, None)
+            values = values * sampled_operator(self.x, self.up, indices, spans, None, False, True, None)[0]
+        return matmul_operator(values, indices, spans, None, self.down, None, None)
 
     @property
     def operands(self) -> tuple[Any, ...]:

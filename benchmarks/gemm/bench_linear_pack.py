@@ -62,8 +62,8 @@ def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, 
         worst = torch.where(acts != 0, (acts - z).abs().maximum(boundary - z), z - boundary).max().item()
         return float("inf") if worst != worst else worst
 
-    def packed(format: str, x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None) -> object:
-        return gemm.linear_pack(x, weight, bias, _value(threshold), format=format)[0]
+    def packed(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None) -> object:
+        return gemm.linear_pack(x, weight, bias, _value(threshold))
 
     def encode(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None) -> object:
         return sae.encode(x, weight.t(), bias, _value(threshold))
@@ -81,8 +81,7 @@ def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, 
         dtype=dtype,
         make=make,
         providers=(
-            ours(lambda *given: packed("twell", *given), "gossamer"),
-            ours(lambda *given: packed("ell", *given), "gossamer, ELL"),
+            ours(packed, "gossamer, ELL"),
             ours(encode, "gossamer, sae.encode"),
             Provider("dense", _activated, capturable=True),
             Provider("torch.compile", torch.compile(_activated, fullgraph=True, dynamic=False), capturable=True),
@@ -113,7 +112,7 @@ def _forward(B: int, D: int, N: int, l0: int, dtype: torch.dtype) -> Case:
         return _activated(x, weight, bias, threshold) @ W_dec
 
     def packed(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, W_dec: Tensor) -> Tensor:
-        return sae.decode(gemm.linear_pack(x, weight, bias, gemm.JumpReLU(threshold), format="ell")[0], W_dec)
+        return sae.decode(gemm.linear_pack(x, weight, bias, gemm.JumpReLU(threshold)), W_dec)
 
     def encoded(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor, W_dec: Tensor) -> Tensor:
         return sae.decode(sae.encode(x, weight.t(), bias, activation=gemm.JumpReLU(threshold)), W_dec)

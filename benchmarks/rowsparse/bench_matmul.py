@@ -48,7 +48,7 @@ def matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype) -> Case:
                 "gossamer CSR",
                 rowsparse.matmul,
                 ours=True,
-                prepare=lambda x, weight: (rowsparse.pack(x, format="csr"), weight),
+                prepare=lambda x, weight: (rowsparse.pack(x, capacity="exact"), weight),
                 capturable=True,
             ),
             Provider("dense", torch_peers.dense, capturable=True),

@@ -1,4 +1,4 @@
-"""`rowsparse.pack` and `rowsparse.transpose`: dense to format, and format to its transpose."""
+"""`rowsparse.pack` and `rowsparse.transpose`: dense to lists, and lists to their transpose."""
 
 from __future__ import annotations
 
@@ -60,14 +60,7 @@ def pack(M: int, N: int, nnz: int, dtype: torch.dtype) -> Case:
                 result=_dense_of_rows,
                 capturable=True,
             ),
-            Provider(
-                "gossamer CSR, padded",
-                lambda x: rowsparse.pack(x, format="csr", max_nnz=M * capacity),
-                ours=True,
-                result=_dense_of_rows,
-                capturable=True,
-            ),
-            Provider("gossamer CSR", lambda x: rowsparse.pack(x, format="csr"), ours=True, result=_dense_of_rows),
+            Provider("gossamer CSR", lambda x: rowsparse.pack(x, capacity="exact"), ours=True, result=_dense_of_rows),
             Provider("to_sparse_csr", Tensor.to_sparse_csr, result=_dense_of_rows),
             Provider("nonzero + gather", _nonzero, result=lambda out, x: (torch.zeros_like(x).index_put_(*out),)),
             Provider(

@@ -418,8 +418,7 @@ def main() -> None:
         copies = max(1, min(12, int(150e6 / (m * n * dtype.itemsize)) + 1))
         xs = [sparse(m, n, nnz, dtype, device, seed) for seed in range(copies)]
         calls: dict[str, Any] = {
-            "ELL today": lambda x, c: rowsparse.pack(x, capacity=c),
-            "CSR today": lambda x, c: rowsparse.pack(x, format="csr", max_nnz=x.shape[0] * c),
+            "pack today": lambda x, c: rowsparse.pack(x, capacity=c),
         }
         calls |= CANDIDATES
         graphs = {}

@@ -49,7 +49,7 @@ def encode(activation: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) 
 
     def ours(x: Tensor, W_enc: Tensor, b_enc: Tensor, thresholds: Tensor) -> object:
         if relu:
-            return sae.encode(x, W_enc, b_enc, "relu", format="csr" if activation == "relu_csr" else "ell")
+            return sae.encode(x, W_enc, b_enc, "relu", capacity="exact" if activation == "relu_csr" else None)
         if activation == "jumprelu":
             return sae.encode(x, W_enc, b_enc, JumpReLU(thresholds))
         return sae.encode(x, W_enc, b_enc, TopK(k) if activation == "topk" else BatchTopK(k))

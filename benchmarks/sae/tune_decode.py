@@ -15,8 +15,8 @@ from torch import Tensor
 from benchmarks import tune
 from gossamer import gemm, sae
 from gossamer._core.launch import Plans, Tile
-from gossamer.rowsparse._triton import matmul, overflow, pack, sampled_matmul, transpose
-from gossamer.sae._triton import decode, encode_rows
+from gossamer.rowsparse._triton import list_entries, matmul, overflow, pack, sampled_matmul, transpose
+from gossamer.sae._triton import decode, encode
 
 CUDA = tune.DEVICE.type == "cuda"
 DTYPES = (torch.bfloat16, torch.float32) if CUDA else (torch.float32,)
@@ -47,7 +47,7 @@ def one_launch(results: tune.Results) -> None:
         # Each call another input, so that none finds its own in the cache.
         turn = itertools.cycle([acts_of(m, n, l0, torch.float32) for _ in range(10)])
         w = normal(n, d, dtype=torch.float32)
-        call = lambda: decode.decode(next(turn), w, None, n, False, None)  # noqa: E731
+        call = lambda: decode.decode(next(turn), w, None, n, None)  # noqa: E731
         calls: tune.Calls = {"as shipped": call, "dense": lambda: next(turn) @ w}
         for groups, e, columns in itertools.product((128, 256, 512), (8, 16, 32), (32, 64, 128)):
             changes = (
@@ -67,7 +67,7 @@ def gather(results: tune.Results) -> None:
     m, n, d, l0 = MANY
     for dtype in DTYPES:
         acts, w = acts_of(m, n, l0, dtype), normal(n, d, dtype=dtype)
-        lists = pack.pack_ell(acts, min(n, 1024), False)
+        lists = list_entries.list_slots(acts, min(n, 1024))
         call = lambda: matmul.matmul(*lists, None, w, None, None)  # noqa: E731
         calls: tune.Calls = {"as shipped": call}
         for e, size in itertools.product((1, 2, 4, 8), (128, 256, 512, 1024)):
@@ -82,7 +82,7 @@ def dense(results: tune.Results) -> None:
     """Rows that overflow, all of them."""
     for (m, n, d), dtype in itertools.product(DENSE, DTYPES):
         acts, w = normal(m, n, dtype=dtype), normal(n, d, dtype=dtype)
-        rows, out = overflow.Overflow(acts, (acts != 0).sum(1, dtype=torch.int32), 32), w.new_empty(m, d)
+        rows, out = overflow.Overflow(acts, torch.stack([(acts != 0).sum(1)] * 2), 32), w.new_empty(m, d)
 
         def call() -> Tensor:
             overflow.forward(rows, w, None, out)
@@ -110,8 +110,8 @@ class Backward:
         m, n, d, l0 = MANY
         self.weight, self.grad = normal(n, d, dtype=dtype), normal(m, d, dtype=dtype)
         self.acts = acts_of(m, n, l0, dtype)
-        self.values, self.indices, self.nnz = pack.pack_ell(self.acts, min(n, 512))
-        self.offsets, self.keys, _ = transpose.transpose_keys(self.indices, self.nnz, n)
+        self.values, self.indices, self.spans = list_entries.list_slots(self.acts, min(n, 512))
+        self.offsets, self.keys, _ = transpose.transpose_keys(self.indices, self.spans, n)
 
 
 def scatter(results: tune.Results) -> None:
@@ -119,7 +119,7 @@ def scatter(results: tune.Results) -> None:
     for dtype in DTYPES:
         x = Backward(dtype)
         products = torch.randn(x.indices.shape, device=tune.DEVICE)
-        given = (x.grad, x.weight, x.indices, x.nnz, None, True, True, products)
+        given = (x.grad, x.weight, x.indices, x.spans, None, True, True, products)
         call = lambda: sampled_matmul.sampled_matmul(*given)[1]  # noqa: E731
         calls: tune.Calls = {"as shipped": call}
         for e, warps in itertools.product((32, 128), (1, 2, 4, 8)):
@@ -132,7 +132,7 @@ def backward(results: tune.Results) -> None:
     """The gradients of the weight and of values, at once."""
     for dtype in DTYPES:
         x = Backward(dtype)
-        given = (x.grad, x.indices, x.keys, x.offsets, x.values, x.nnz, None, x.weight, dtype)
+        given = (x.grad, x.indices, x.keys, x.offsets, x.values, x.spans, None, x.weight, dtype)
         call = lambda: matmul.matmul_bwd(*given)  # noqa: E731
         calls: tune.Calls = {"as shipped": call}
         for e, step, size, warps, registers in (
@@ -154,10 +154,10 @@ def scan(results: tune.Results) -> None:
     dtype = DTYPES[0]
     x, w, threshold = normal(m, d, dtype=dtype), normal(d, n, dtype=dtype) / d**0.5, torch.full((n,), 3.1)
     activation = gemm.JumpReLU(threshold.to(tune.DEVICE))
-    call = lambda: sae.encode(x.requires_grad_(), w, None, activation).nnz_per_row  # noqa: E731
+    call = lambda: sae.encode(x.requires_grad_(), w, None, activation).counts  # noqa: E731
     calls: tune.Calls = {"as shipped": call, "product": lambda: x.detach() @ w}
     for groups in (64, 128, 256):
-        calls[f"{groups} groups"] = tune.under(call, (encode_rows, "GROUPS", groups))
+        calls[f"{groups} groups"] = tune.under(call, (encode, "GROUPS", groups))
     product = calls.pop("product")
     results.add("scan", tune.replayed(tune.sound(calls, call()) | {"product": product}), against="as shipped")
 

@@ -201,7 +201,7 @@ def main() -> None:
     generator = torch.Generator(device).manual_seed(1)
     shape = (given.parts, config.micro_batch, config.length + 1)
     tokens = torch.randint(0, config.vocabulary, shape, device=device, generator=generator)
-    make_sparse(model, tokens[0, :1], given.entries)
+    make_sparse(model, tokens[0], given.entries)
     steps = Steps(model, given.parts)
     found |= {"parameters": config.parameters, "entries": given.entries, "tokens": tokens[0].numel(), "cases": []}
     for eager in given.eager.split(","):

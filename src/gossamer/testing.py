@@ -11,15 +11,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse import CSR, ELL, LinearSource, Rows, TwELL
+from gossamer.rowsparse import Rows
+from gossamer.rowsparse.linear_source import LinearSource
 
 __all__ = [
     "assert_close",
     "assert_exact",
     "dense64",
-    "random_csr",
-    "random_ell",
     "random_rows",
+    "random_slots",
 ]
 
 
@@ -129,41 +129,31 @@ def assert_exact(actual: Tensor, reference64: Tensor, *, name: str = "") -> None
 
 
 def dense64(rows: Rows) -> Tensor:
-    """A container's dense `[..., N]` in float64, entry by entry from the definition of the formats.
+    """A container's dense `[..., N]` in float64, entry by entry from the definition of `Rows`.
 
-    An oracle for tests that shares no code with `rowsparse.unpack`: repeated indices add up, an index of -1 is no
-    entry, and rows that overflowed come from the source.
+    An oracle for tests that shares no code with `Rows.to_dense`: repeated indices add up, an index of -1 is no entry,
+    and rows that overflowed come from the source.
 
     Args:
-        rows: `ELL`, `CSR` or `TwELL`.
+        rows: the container.
 
     Returns:
         `[..., N]`, float64, on the device of rows, without a gradient.
 
-    >>> dense64(random_ell((2, 5), capacity=3)).shape
+    >>> dense64(random_slots((2, 5), capacity=3)).shape
     torch.Size([2, 5])
     """
     out = torch.zeros(rows.num_rows, rows.num_columns, dtype=torch.float64)
-    values, indices, counts, kept = rows.packed
+    values, indices, spans, kept = rows.packed
     source = _source64(kept)
-    indices, values, counts = indices.cpu(), values.detach().cpu().double(), counts.cpu()
-    for row in range(rows.num_rows):
-        if isinstance(rows, TwELL):
-            found = counts[row].tolist()
-            lists = [(indices[row, t, :c].long() + t * rows.tile, values[row, t, :c]) for t, c in enumerate(found)]
-            over = max(found, default=0) > rows.slots
-        elif isinstance(rows, ELL):
-            count = int(counts[row])
-            lists, over = [(indices[row, :count], values[row, :count])], count > rows.capacity
-        else:
-            first, last = counts[row : row + 2].tolist()
-            lists, over = [(indices[first:last], values[first:last])], last > rows.max_nnz
-        if over and source is not None:
+    indices, values = indices.cpu(), values.detach().cpu().double()
+    for row, (start, count) in enumerate(spans.t().tolist()):
+        if start + count > values.shape[0] and source is not None:
             out[row] = source[row]
         else:
-            for columns, entries in lists:
-                held = columns >= 0
-                out[row].index_add_(0, columns[held], entries[held])
+            columns, entries = indices[start : start + count], values[start : start + count]
+            held = columns >= 0
+            out[row].index_add_(0, columns[held], entries[held])
     return out.to(rows.device).reshape(rows.shape)
 
 
@@ -245,31 +235,35 @@ def random_rows(
     return out[:, :n].reshape(tuple(shape)).contiguous()
 
 
-def random_ell(
+def random_slots(
     shape: Sequence[int],
     capacity: int,
     *,
+    packed: bool = False,
+    padding: int = 0,
     dtype: torch.dtype = torch.float32,
     device: torch.device | str | None = None,
     generator: torch.Generator | None = None,
     integers: bool = False,
     distinct: bool = False,
     holes: float = 0.25,
-) -> ELL:
-    """A random `ELL` as users may build them: rows of different length, repeated columns, slots without an entry.
+) -> Rows:
+    """Random `Rows` as users may build them: rows of different length, repeated columns, slots without an entry.
 
     Args:
         shape: `(..., N)`.
-        capacity: slots per row; every row holds 0 to `capacity` entries.
+        capacity: every row holds 0 to `capacity` entries, in as many slots.
+        packed: True leaves no slots between rows, which then follow each other.
+        padding: how much longer the buffers are than the slots of rows.
         dtype, device, generator, integers: as in `random_rows`.
         distinct: True repeats no column within a row; then a row holds at most N entries.
         holes: the share of the entries whose index is -1, which means "no entry".
 
     Returns:
-        `ELL` of that shape without a source. Whatever no operator may read holds NaN.
+        `Rows` of that shape without a source. A number that no operator may read is NaN.
 
-    >>> rows = random_ell((4, 100), capacity=6)
-    >>> bool((rows.nnz_per_row <= 6).all())
+    >>> rows = random_slots((4, 100), capacity=6)
+    >>> bool((rows.counts <= 6).all())
     True
     """
     m, n = math.prod(shape[:-1]), shape[-1]
@@ -283,51 +277,12 @@ def random_ell(
     hole = torch.rand(m, capacity, device=device, generator=generator) < holes
     valid = held & ~hole & (indices < n)
     values = _values((m, capacity), dtype, device, generator, False, integers)
-    return ELL(torch.where(valid, values, math.nan), torch.where(valid, indices, -1).int(), counts.int(), tuple(shape))
-
-
-def random_csr(
-    shape: Sequence[int],
-    capacity: int,
-    *,
-    padding: int = 0,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str | None = None,
-    generator: torch.Generator | None = None,
-    integers: bool = False,
-    distinct: bool = False,
-    holes: float = 0.25,
-) -> CSR:
-    """A random `CSR` as users may build them: `random_ell` without its gaps.
-
-    Args:
-        shape: `(..., N)`.
-        capacity: every row holds 0 to `capacity` entries.
-        padding: how much longer the buffers are than the entries.
-        dtype, device, generator, integers, distinct, holes: as in `random_ell`.
-
-    Returns:
-        `CSR` of that shape without a source. Whatever no operator may read holds NaN.
-
-    >>> rows = random_csr((4, 100), capacity=6, padding=3)
-    >>> rows.max_nnz - int(rows.row_offsets[-1])
-    3
-    """
-    ell = random_ell(
-        shape,
-        capacity,
-        dtype=dtype,
-        device=device,
-        generator=generator,
-        integers=integers,
-        distinct=distinct,
-        holes=holes,
-    )
-    held = torch.arange(capacity, device=device) < ell.nnz_per_row[:, None]
-    row_offsets = torch.nn.functional.pad(ell.nnz_per_row.cumsum(0, dtype=torch.int64), (1, 0))
-    indices = torch.nn.functional.pad(ell.indices[held], (0, padding), value=-1)
-    values = torch.nn.functional.pad(ell.values[held], (0, padding), value=math.nan)
-    return CSR(row_offsets, indices, values, tuple(shape))
+    values, indices = torch.where(valid, values, math.nan), torch.where(valid, indices, -1).int()
+    first = counts.cumsum(0) - counts if packed else torch.arange(m, device=device) * capacity
+    values, indices = (part[held] if packed else part.flatten() for part in (values, indices))
+    values = torch.nn.functional.pad(values, (0, padding), value=math.nan)
+    indices = torch.nn.functional.pad(indices, (0, padding), value=-1)
+    return Rows(values, indices, torch.stack([first, counts]), tuple(shape))
 
 
 def _columns(

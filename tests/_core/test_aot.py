@@ -27,7 +27,7 @@ pytestmark = [
 # took 4.02 ms where two took 4.55. Of the fourth it is 50, in one of its kinds of tile: with a
 # tenth of 16,384 rows dense both passes of a block took 3.5 ms, with none 2.1, and with all by dense products 4.6.
 STACK = {
-    "_triton._row_kth_kernel": 16,
+    "_triton._row_topk_kernel": 16,
     "_triton._sparse_attention_fwd_kernel": 64,
     "_triton._candidates_kernel": 32,
     "_triton._ffn_train_heavy_bwd_kernel": 200,

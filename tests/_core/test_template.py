@@ -67,7 +67,7 @@ def run(folder: Path, *arguments: str, **variables: str) -> str:
 
 def test_it_is_short_and_whole() -> None:
     stems = [Path(name).stem.removeprefix("test_").removeprefix("bench_") for name in FILES]
-    assert stems == ["row_energy"] * 5
+    assert sorted(stems) == ["records", *["row_energy"] * 5]
     count = sum(bool(line.strip()) for text in FILES.values() for line in text.splitlines())
     assert count <= 150 and f"in {count} lines" in TEMPLATE
 

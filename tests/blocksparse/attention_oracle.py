@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse import Layout, Relative, attention
+from gossamer.blocksparse import BlockSparseTensor, Layout, Relative, attention
 from gossamer.testing import assert_close
 
 
@@ -68,7 +68,7 @@ def problem(
 
 def check(
     q: Tensor, k: Tensor, v: Tensor, grad: Tensor, layout: Layout, *, mask: Tensor | None = None,
-    bias: Tensor | None = None, dense_bias: Tensor | None = None, causal: bool = False, lengths: Tensor | None = None,
+    bias: Tensor | None = None, dense_bias: Any = None, causal: bool = False, lengths: Tensor | None = None,
     scale: float | None = None, terms: Sequence[Relative] = (),
 ) -> None:  # fmt: skip
     """Result, log-sum-exp and every gradient, against float64 and beside plain PyTorch."""
@@ -95,8 +95,10 @@ def check(
         # On a GPU `Relative` refuses float64, which the reference is in.
         return [SimpleNamespace(**vars(term) | {"table": table}, clip=term.clip) for term, table in zip(terms, tables)]
 
+    # `dense_bias` spreads the values of a layout's blocks.
+    given = bias if bias is None or dense_bias is None else BlockSparseTensor(bias, layout)
     out, lse = attention(
-        *leaves[:3], layout, mask=mask, bias=bias, relative=with_tables(leaves[3:]), causal=causal,
+        *leaves[:3], layout, mask=mask, bias=given, relative=with_tables(leaves[3:]), causal=causal,
         lengths=lengths, scale=scale, return_lse=True,
     )  # fmt: skip
     met = present.any(-1)

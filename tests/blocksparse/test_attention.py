@@ -165,7 +165,17 @@ def test_masks_and_biases_of_blocks(device: torch.device) -> None:
     torch.testing.assert_close(attention(q, k, v, layout, **blocks), wanted)
     torch.testing.assert_close(attention(q, k, v, layout, mask=blocks["mask"], bias=bias), wanted)
     alone = attention(q, k, v, layout, mask=blocks["mask"])
-    assert torch.equal(alone, attention(q, k, v, layout, mask=blocks["mask"].values)) and not torch.equal(alone, wanted)
+    assert not torch.equal(alone, wanted)
+
+
+def test_a_dense_bias_of_the_shape_of_blocks_is_dense(device: torch.device) -> None:
+    """One block, with room for as many as there are heads: [capacity, height, width] is [H, Tq, Tk] as well."""
+    q, k, v = (torch.randn(1, 4, 16, 8, device=device) for _ in range(3))
+    layout = Layout.from_mask(torch.ones(1, 1, dtype=torch.bool, device=device), 16, capacity=4)
+    bias, mask = torch.randn(4, 16, 16, device=device), torch.rand(4, 16, 16, device=device) < 0.7
+    for given in ({"bias": bias}, {"mask": mask}):
+        wide = {name: x[None] for name, x in given.items()}
+        assert torch.equal(attention(q, k, v, layout, **given), attention(q, k, v, layout, **wide))
 
 
 def test_padding_behind_a_length_is_not_read(device: torch.device) -> None:

@@ -44,7 +44,7 @@ def test_mask_and_bias_in_two_forms(dtype: torch.dtype, device: torch.device) ->
     g = torch.Generator(device).manual_seed(1)
     mask = torch.rand(1, 1, 40, 50, device=device, generator=g) < 0.7
     bias = torch.randn(2, 1, 40, 50, device=device, generator=g).to(dtype)
-    mask_blocks = from_dense(mask.float().expand(2, 1, -1, -1), layout).values > 0
+    mask_blocks = from_dense(mask.float().expand(2, 1, -1, -1), layout) > 0
     bias_blocks = from_dense(bias, layout)
     wanted = attention(*given[:3], layout, mask=mask, bias=bias)
     assert torch.equal(attention(*given[:3], layout, mask=mask, bias=bias_blocks), wanted)

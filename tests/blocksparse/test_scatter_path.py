@@ -122,9 +122,7 @@ def test_close_to_float64(reduce: str, dtype: torch.dtype, device: torch.device)
     index = random_index(other, 40)
     at, named = dense_index(index, 40), elements(layout)
     with columns_go("transposed"):
-        first, second = (
-            scatter(from_dense(x, layout), 1, index, from_dense(src, other), reduce) for _ in range(2)
-        )
+        first, second = (scatter(from_dense(x, layout), 1, index, from_dense(src, other), reduce) for _ in range(2))
     assert torch.equal(first.values, second.values)
     want, plain = (
         expected(x.to(kind) * named, named, 1, at, src.to(kind) * elements(other), reduce, True)

@@ -1,6 +1,5 @@
 """`blocksparse.transpose` against transposed dense matrices."""
 
-
 import pytest
 import torch
 

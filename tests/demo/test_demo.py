@@ -337,7 +337,7 @@ def test_the_commands_that_it_names_run(results: dict, out: Path) -> None:
         assert name.endswith("gossamer")
         outcome = CliRunner().invoke(main, arguments, env={"COLUMNS": "200", "TERM": "dumb"})
         assert outcome.exit_code == 0, outcome.output
-    assert "What the latents of a sparse autoencoder did" in (out / "latents" / "index.html").read_text("utf-8")
+    assert "The latents of a sparse autoencoder on" in (out / "latents" / "index.html").read_text("utf-8")
     assert (out / "index.html").read_text(encoding="utf-8") == results["html"]
 
 

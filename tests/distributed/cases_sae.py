@@ -1,4 +1,4 @@
-"""encode_sharded and decode_sharded, against the unsharded functions on the whole."""
+"""encode and decode of a group, against those of one process on the whole."""
 
 import math
 import random
@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer import gemm, sae
-from gossamer.rowsparse import ELL, pack
-from gossamer.sae.sharded import COMPILES
+from gossamer.rowsparse import Rows, pack
+from gossamer.sae.sharded import COMPILES, add_parts
 from gossamer.testing import assert_close, assert_exact
-from tests.sae.dense import valued
+from tests.sae.dense import encode_with_l0, valued
 
 NAN, INF = math.nan, math.inf
 ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
@@ -36,21 +36,38 @@ def part(tensor: Tensor | None, ends: slice) -> Tensor | None:
     return tensor[..., ends].detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
 
 
-def mine(ends: slice, x: Tensor, W: Tensor, b: Tensor | None, **options: Any) -> tuple[ELL, Tensor]:
+def encode(*args: Any, group: Any = None, **options: Any) -> Rows:
+    return sae.encode(*args, **options, group=dist.group.WORLD if group is None else group)
+
+
+def decode(*args: Any, group: Any = None) -> Tensor:
+    return sae.decode(*args, group=dist.group.WORLD if group is None else group)
+
+
+def encode_on_ranks(*args: Any, group: Any = None, **options: Any) -> tuple[Rows, Tensor]:
+    """(this rank's latents, L0 over all ranks)"""
+    rows = encode(*args, group=group, **options)
+    return rows, add_parts(rows.l0, group)
+
+
+def mine(ends: slice, x: Tensor, W: Tensor, b: Tensor | None, **options: Any) -> tuple[Rows, Tensor]:
     sliced = {name: part(options.pop(name), ends) for name in ("threshold", "scale") if name in options}
-    return sae.encode_sharded_with_l0(x, part(W, ends), part(b, ends), **valued(**sliced, **options))
+    return encode_on_ranks(x, part(W, ends), part(b, ends), **valued(**sliced, **options))
 
 
-def check(got: tuple[ELL, Tensor], want: tuple[ELL, Tensor], ends: slice) -> None:
+def columns_of(rows: Rows) -> list[list[int]]:
+    rows = rows.complete()
+    return [rows.indices[first : first + count].tolist() for first, count in rows.spans.t().tolist()]
+
+
+def check(got: tuple[Rows, Tensor], want: tuple[Rows, Tensor], ends: slice) -> None:
     (rows, l0), (reference, reference_l0) = got, want
     dense = reference.to_dense()[..., ends]
     assert_exact(rows.to_dense(), dense.double())
     counts = (dense.flatten(0, -2) if dense.dim() > 1 else dense[None]).ne(0).sum(1)
     assert rows.shape == tuple(dense.shape) and rows.dtype is dense.dtype
-    assert rows.nnz_per_row.tolist() == counts.tolist()
-    for row, count in enumerate(counts.clamp(max=rows.capacity).tolist()):
-        held = rows.indices[row].tolist()
-        assert held[:count] == sorted(set(held[:count])) and held[count:] == [-1] * (rows.capacity - count)
+    assert rows.counts.tolist() == counts.tolist()
+    assert all(held == sorted(set(held)) for held in columns_of(rows))
     assert l0.dtype is reference_l0.dtype and torch.equal(l0, reference_l0)
     assert torch.equal(sae.count_fired(rows), sae.count_fired(reference)[ends])
 
@@ -73,11 +90,11 @@ def draws(activation: str, rank: int, world: int, device: torch.device) -> None:
             options["k"] = draw.randint(1, n)
             if draw.random() < 0.3:
                 options["scale"] = torch.randint(1, 4, (n,)).to(device, dtype)
-        if activation != "topk" and draw.random() < 0.6:
+        if "topk" not in activation and draw.random() < 0.6:
             options["capacity"] = draw.randint(1, 8)
         bounds = cuts(n, world, draw)
         ends = slice(bounds[rank], bounds[rank + 1])
-        compared.append((mine(ends, x, W, b, **options), sae.encode_with_l0(x, W, b, **valued(**options)), ends))
+        compared.append((mine(ends, x, W, b, **options), encode_with_l0(x, W, b, **valued(**options)), ends))
     for got, want, ends in compared:
         check(got, want, ends)
 
@@ -105,7 +122,7 @@ def case_ties(rank: int, world: int, device: torch.device) -> None:
     W[0, 5 * world - 1] = 2
     x = torch.tensor([[1.0], [2.0], [1.0]], device=device)
     rows = [mine(ends, x, W, None, activation=name, k=3)[0] for name in ("topk", "batchtopk")]
-    found = [[[5 * rank + i for i in row if i >= 0] for row in each.indices.tolist()] for each in rows]
+    found = [[[5 * rank + i for i in row] for row in columns_of(each)] for each in rows]
     last = 5 * world - 1
     # 4, then the twos in order of row and column: the row of twos takes what is left before the third row's 2.
     wanted = [[[0, 1, last]] * 3, [[last], [*range(7), last], []]]
@@ -127,11 +144,9 @@ def case_not_a_number_and_infinity(rank: int, world: int, device: torch.device) 
                 {"activation": "topk", "k": 2},
                 {"activation": "topk", "k": 4},
                 {"activation": "batchtopk", "k": 2},
-                {"activation": "batchtopk", "k": 4, "capacity": 2},
+                {"activation": "batchtopk", "k": 4},
             ):
-                compared.append(
-                    (mine(ends, x, W, b, **options), sae.encode_with_l0(x, W, b, **valued(**options)), ends)
-                )
+                compared.append((mine(ends, x, W, b, **options), encode_with_l0(x, W, b, **valued(**options)), ends))
     for got, want, ends in compared:
         check(got, want, ends)
 
@@ -146,8 +161,8 @@ def case_nothing_to_keep(rank: int, world: int, device: torch.device) -> None:
             if activation == "jumprelu":
                 options = {"threshold": torch.zeros((), device=device)}  # type: ignore[dict-item]
             rows, l0 = mine(ends, x, W, None, activation=activation, **options)
-            assert rows.shape == (*shape[:-1], 6) and not rows.nnz_per_row.any() and (rows.indices == -1).all()
-            out = sae.decode_sharded(rows, W.t()[ends].contiguous(), torch.ones(4, device=device))
+            assert rows.shape == (*shape[:-1], 6) and not rows.counts.any()
+            out = decode(rows, W.t()[ends].contiguous(), torch.ones(4, device=device))
             assert out.shape == shape and (out == 1).all() and not l0.any()
 
 
@@ -176,7 +191,7 @@ def gradients(ends: slice, device: torch.device, activation: str, kind: str, sha
         options |= {"threshold": threshold, "bandwidth": 0.8, "ste_to_input": kind == "ste"}
     if activation in ("topk", "batchtopk"):
         options |= {"k": 6, "scale": (W_dec.detach() ** 2).sum(1)}
-    if activation != "topk":
+    if "topk" not in activation:
         options |= {"capacity": capacity}
     if sharded:
         W_enc, W_dec, b_enc = part(W_enc, ends), part(W_dec.t(), ends).detach().t().clone(), part(b_enc, ends)  # type: ignore
@@ -184,10 +199,10 @@ def gradients(ends: slice, device: torch.device, activation: str, kind: str, sha
         for name in ("threshold", "scale"):
             if name in options:
                 options[name] = part(options[name], ends)
-        rows, l0 = sae.encode_sharded_with_l0(x, W_enc, b_enc, **valued(**options))
-        out = sae.decode_sharded(rows, W_dec, b_dec)
+        rows, l0 = encode_on_ranks(x, W_enc, b_enc, **valued(**options))
+        out = decode(rows, W_dec, b_dec)
     else:
-        rows, l0 = sae.encode_with_l0(x, W_enc, b_enc, **valued(**options))
+        rows, l0 = encode_with_l0(x, W_enc, b_enc, **valued(**options))
         out = sae.decode(rows, W_dec, b_dec)
     loss = (out.sin() * weights).sum() + 0.1 * (l0 * torch.arange(1, 7, device=device).view(2, 3)).sum()
     leaves = [x, W_enc, W_dec, b_enc, b_dec]
@@ -242,10 +257,10 @@ def case_only_what_needs_a_gradient_is_reduced(rank: int, world: int, device: to
         forward, backward = {}, {}
         for activation in ("relu", "topk", "batchtopk"):
             options = {} if activation == "relu" else {"k": k}
-            rows = sae.encode_sharded(x, W, **valued(activation, b_dec=b_dec, **options))
+            rows = encode(x, W, **valued(activation, b_dec=b_dec, **options))
             forward[activation] = sent.copy()
             sent.clear()
-            rows.values.sum().backward()
+            rows.packed.values.sum().backward()
             backward[activation] = sent.copy()
             sent.clear()
     finally:
@@ -261,9 +276,9 @@ def case_decode(rank: int, world: int, device: torch.device) -> None:
         acts = torch.nn.functional.relu(torch.randn(2, 3, 40 * world) - 0.5).to(device, dtype)
         W, b = torch.randn(40 * world, 9).to(device, dtype), 10 + torch.randn(9).to(device)
         ends = slice(40 * rank, 40 * rank + 40)
-        for form in ("ell", "csr"):
-            rows = pack(acts[..., ends].contiguous(), format=form)  # type: ignore[call-overload]
-            compared.append((sae.decode_sharded(rows, W[ends], b), acts, W, b))
+        for capacity in (None, "exact"):
+            rows = pack(acts[..., ends].contiguous(), capacity=capacity)  # type: ignore[arg-type]
+            compared.append((decode(rows, W[ends], b), acts, W, b))
     for out, acts, W, b in compared:
         assert out.dtype is W.dtype
         plain = (acts.float() @ W.float() + b).to(W.dtype) if W.dtype is torch.float32 else acts @ W + b.to(W.dtype)
@@ -279,8 +294,8 @@ def case_autocast(rank: int, world: int, device: torch.device) -> None:
         options = {} if activation == "relu" else {"k": 3}
         with torch.autocast(device.type, torch.bfloat16):
             got = mine(ends, x, W, b, activation=activation, **options)
-            want = sae.encode_with_l0(x, W, b, **valued(activation, **options))
-            out = sae.decode_sharded(got[0], W.t()[ends], torch.ones(6, device=device))
+            want = encode_with_l0(x, W, b, **valued(activation, **options))
+            out = decode(got[0], W.t()[ends], torch.ones(6, device=device))
             whole_out = sae.decode(want[0], W.t(), torch.ones(6, device=device))
         out.float().sum().backward()
         compared.append((got, want, out, whole_out))
@@ -301,33 +316,33 @@ def case_groups(rank: int, world: int, device: torch.device) -> None:
         compared = []
         for activation in ("topk", "batchtopk"):
             got = mine(ends, x, W, None, activation=activation, k=3, group=group)
-            compared.append((got, sae.encode_with_l0(x, W, **valued(activation, k=3))))
-        out = sae.decode_sharded(got[0], W.t()[ends].contiguous(), group=group)
+            compared.append((got, encode_with_l0(x, W, **valued(activation, k=3))))
+        out = decode(got[0], W.t()[ends].contiguous(), group=group)
         for got, want in compared:
             check(got, want, ends)
         assert_exact(out, sae.decode(want[0], W.t()).double())
     else:
-        with pytest.raises(ValueError, match=r"sae\.encode_sharded: group must contain this process, of rank 1"):
-            sae.encode_sharded(x, W, activation="relu", group=group)
+        with pytest.raises(ValueError, match=r"sae\.encode: group must contain this process, of rank 1"):
+            encode(x, W, activation="relu", group=group)
 
 
 def case_errors(rank: int, world: int, device: torch.device) -> None:
     x, W = torch.ones(2, 3, device=device), torch.ones(3, 4, device=device)
-    with pytest.raises(ValueError, match=r"encode_sharded: capacity belongs to .* got 2 for gemm.TopK, .* Leave"):
-        sae.encode_sharded(x, W, activation=gemm.TopK(2), capacity=2)
-    with pytest.raises(ValueError, match=r"sae\.encode_sharded: x must have shape .* d_in = 3 like W_enc"):
-        sae.encode_sharded(x[:, :2], W, activation="relu")
-    with pytest.raises(ValueError, match=r"sae\.encode_sharded: activation must be .* got 'batchtopk'"):
-        sae.encode_sharded(x, W, activation="batchtopk")
-    with pytest.raises(TypeError, match=r"sae\.decode_sharded: rows must be .* got Tensor. Pack"):
-        sae.decode_sharded(x, W)  # type: ignore[arg-type]
-    rows = sae.encode_sharded(x, W, activation="relu")
-    with pytest.raises(ValueError, match=r"sae\.decode_sharded: W_dec must have shape \[d_sae, d_in\]"):
-        sae.decode_sharded(rows, W)
-    with pytest.raises(ValueError, match=r"sae\.decode_sharded: b_dec must have shape"):
-        sae.decode_sharded(rows, W.t(), torch.ones(2, device=device))
-    with pytest.raises(TypeError, match=r"sae\.encode_sharded: x and W_enc must have one dtype"):
-        sae.encode_sharded(x.half(), W, activation=gemm.BatchTopK(1))
+    with pytest.raises(ValueError, match=r"encode: capacity belongs to .* got 2 for .* Leave"):
+        encode(x, W, activation=gemm.TopK(2), capacity=2)
+    with pytest.raises(ValueError, match=r"sae\.encode: x must have shape .* d_in = 3 like W_enc"):
+        encode(x[:, :2], W, activation="relu")
+    with pytest.raises(ValueError, match=r"sae\.encode: activation must be .* got 'batchtopk'"):
+        encode(x, W, activation="batchtopk")
+    with pytest.raises(TypeError, match=r"sae\.decode: acts must be .* got Tensor. Pack"):
+        decode(x, W)
+    rows = encode(x, W, activation="relu")
+    with pytest.raises(ValueError, match=r"sae\.decode: W_dec must have shape \[d_sae, d_in\]"):
+        decode(rows, W)
+    with pytest.raises(ValueError, match=r"sae\.decode: b_dec must have shape"):
+        decode(rows, W.t(), torch.ones(2, device=device))
+    with pytest.raises(TypeError, match=r"sae\.encode: x and W_enc must have one dtype"):
+        encode(x.half(), W, activation=gemm.BatchTopK(1))
 
 
 def case_compile(
@@ -344,8 +359,8 @@ def case_compile(
         options = {"threshold": threshold, "bandwidth": 0.5} if activation == "jumprelu" else {"k": 4}
 
         def loss(x: Tensor, activation: str = activation, options: dict[str, Any] = options) -> Tensor:
-            rows, l0 = sae.encode_sharded_with_l0(x, mine, **valued(activation, **options))
-            return sae.decode_sharded(rows, mine.t()).sin().sum() + l0.sum()
+            rows, l0 = encode_on_ranks(x, mine, **valued(activation, **options))
+            return decode(rows, mine.t()).sin().sum() + l0.sum()
 
         torch._dynamo.reset()
         compiled = torch.compile(loss, backend="aot_eager", fullgraph=True)

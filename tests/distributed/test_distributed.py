@@ -111,8 +111,8 @@ def test_the_programs_of_the_docs(name: str, tmp_path: Path) -> None:
 
 def test_without_a_group() -> None:
     for call in (
-        lambda: sae.encode_sharded(torch.ones(2, 3), torch.ones(3, 4)),
-        lambda: sae.decode_sharded(rowsparse.pack(torch.ones(2, 3)), torch.ones(3, 4)),
+        lambda: sae.encode(torch.ones(2, 3), torch.ones(3, 4), group=object()),
+        lambda: sae.decode(rowsparse.pack(torch.ones(2, 3)), torch.ones(3, 4), group=object()),
         lambda: nn.shard_sae(nn.TopKSAE(4, 8, 2)),
         lambda: nn.data_parallel_sae(nn.TopKSAE(4, 8, 2)),
     ):

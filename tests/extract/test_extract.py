@@ -15,7 +15,7 @@ from gossamer.extract import Extraction, extract
 from gossamer.extract import folder as disk
 from gossamer.extract.source import Array
 from gossamer.extract.text import Text
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import Rows
 from tests.extract.extraction import D_IN, D_SAE, SIZES, Killed, activations, contents, model, threads
 
 pytestmark = pytest.mark.native
@@ -265,10 +265,12 @@ def test_latents_with_gaps(device: torch.device, tmp_path: Path) -> None:
             super().__init__()
             self.W_enc = torch.nn.Parameter(torch.zeros(D_IN, 8, device=device))
 
-        def encode(self, x: Tensor) -> ELL:
-            values = torch.ones(x.shape[0], 3, device=device)
-            indices = torch.tensor([[0, -1, 2]], dtype=torch.int32, device=device).repeat(x.shape[0], 1)
-            return ELL(values, indices, torch.full((x.shape[0],), 3, dtype=torch.int32, device=device), (x.shape[0], 8))
+        def encode(self, x: Tensor) -> Rows:
+            m = x.shape[0]
+            indices = torch.tensor([0, -1, 2], dtype=torch.int32, device=device).repeat(m)
+            starts = 3 * torch.arange(m, device=device)
+            spans = torch.stack([starts, torch.full_like(starts, 3)])
+            return Rows(torch.ones(3 * m, device=device), indices, spans, (m, 8))
 
     found = extract(activations(10), Gaps(), tmp_path, **SIZES)
     assert found.firing_counts.tolist() == [10, 0, 10, 0, 0, 0, 0, 0] and found.nnz == 20

@@ -5,7 +5,7 @@ import torch
 
 from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
-from tests.ffn.dense import call, check, operands
+from tests.ffn.dense import check, operands
 
 
 @pytest.mark.kernels
@@ -47,43 +47,6 @@ def test_rows_in_several_parts(
     out, nnz = sparse_ffn(SparseFfn(*parts, False, True))
     check(a, out)
     assert nnz.tolist() == kept.sum(1).tolist()
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shift", [0.0, 2.0, 9.0])
-def test_a_plan_repeats_the_launches(
-    shift: float, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of few rows, and of many whose operands are read as they lie; with other operands, at other addresses."""
-    from gossamer._core import launch, tuning
-    from gossamer.ffn._triton import replay
-
-    for m in (7, 40, 2000):
-        monkeypatch.setattr(replay, "_plans", launch.Plans())
-        for _ in range(3):
-            a = operands((m, 256, 520, 64), torch.bfloat16, device, generator, shift=shift, shared=0.8)
-            for activation in ("relu", "relu2"):
-                out = call(a, method="gather", activation=activation)
-                check(a, out, activation)
-                assert out.equal(call(a, method="gather", activation=activation))
-        by_columns = {**a, "down": a["down"].t().contiguous().t()}
-        for _ in range(2):
-            want = call(by_columns, method="gather")
-            assert all(want.equal(call(by_columns, method="gather")) for _ in range(3))
-            check(by_columns, want)
-            by_columns["x"] = by_columns["x"].flip(0)
-        assert m == 7 or bool(replay._plans._kept) == tuning.hopper(device)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("m", [7, 40])
-def test_one_tensor_for_two_operands_and_then_two(m: int, device: torch.device, generator: torch.Generator) -> None:
-    """A repetition reads each operand of its own call."""
-    a = operands((m, 256, 520, 64), torch.bfloat16, device, generator)
-    for _ in range(2):
-        one = {**a, "up": a["gate"], "up_bias": a["gate_bias"]}
-        check(one, call(one, method="gather"))
-        check(a, call(a, method="gather"))
 
 
 @pytest.mark.native

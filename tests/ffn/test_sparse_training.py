@@ -1,7 +1,5 @@
 """A sparse block under gradients, on lists of its active entries."""
 
-from typing import Any
-
 import hypothesis
 import pytest
 import torch
@@ -9,73 +7,24 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gossamer import ffn, gemm, nn
-from gossamer._core import tuning
+from gossamer import ffn
 from gossamer._core.ops import INTERPRET
-from gossamer.ffn import training
 from gossamer.ffn.records import SparseTraining
 from gossamer.ffn.sparse_training import sparse_training
-from gossamer.testing import assert_close
-from tests.ffn.dense import SMALL as LARGER
-from tests.ffn.dense import dense, operands
-
-SMALL = (20, 16, 70, 12) if INTERPRET else LARGER
-"""M, K, N, D. The interpreter takes seconds for each of a call's ten kernels."""
-TINY = (10, 8, 36, 6)
-"""For tests that compute a block many times, and compare it with itself."""
-BIASES = ("gate_bias", "up_bias", "down_bias")
-
-
-def taken(a: dict[str, Tensor], gated: bool) -> dict[str, Tensor]:
-    """The operands of a block that take part."""
-    return {name: t for name, t in a.items() if gated or not name.startswith("up")}
-
-
-def block(a: dict[str, Tensor], activation: Any = "relu", **options: Any) -> Tensor:
-    options = {"method": "gather", "activation": activation} | options
-    if "up" in a:
-        biases = {name: a.get(name) for name in BIASES}
-        return ffn.gated(a["x"], a["gate"], a["up"], a["down"], **biases, **options)
-    return ffn.plain(a["x"], a["gate"], a["down"], up_bias=a.get("gate_bias"), down_bias=a.get("down_bias"), **options)
-
-
-def reference(a: dict[str, Tensor], activation: str = "relu", threshold: Tensor | None = None) -> Tensor:
-    more = {name: a.get(name) for name in BIASES} | {"threshold": threshold}
-    return dense(a["x"], a["gate"], a.get("up"), a["down"], activation, **more)
-
-
-def leaves(a: dict[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
-    return {name: t.detach().to(dtype or t.dtype).clone().requires_grad_() for name, t in a.items()}
-
-
-def gradients(a: dict[str, Tensor], out: Tensor, grad: Tensor) -> dict[str, Tensor]:
-    found = torch.autograd.grad(out, list(a.values()), grad.to(out.dtype))
-    return {"out": out.detach(), **dict(zip(a, found, strict=True))}
-
-
-def check(a: dict[str, Tensor], grad: Tensor, activation: str = "relu", threshold: Tensor | None = None) -> None:
-    """Result and gradients within their budgets."""
-    value = activation if threshold is None else gemm.JumpReLU(threshold)
-    ours, plain, wide = leaves(a), leaves(a), leaves(a, torch.float64)
-    wide_threshold = None if threshold is None else threshold.double()
-    got = gradients(ours, block(ours, value), grad)
-    usual = gradients(plain, reference(plain, activation, threshold), grad)
-    want = gradients(wide, reference(wide, activation, wide_threshold), grad)
-    rows, magnitude = a["x"].shape[0], {name: t.square().mean().sqrt() for name, t in want.items()}
-    for name, result in got.items():
-        # Of so few elements the error of plain PyTorch may be small by luck.
-        assert_close(
-            result, reference64=want[name], plain=usual[name], factor=3.0, length=max(rows, a["gate"].shape[0]),
-            magnitude=magnitude[name], name=name,
-        )  # fmt: skip
-
-
-def drawn(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator,
-    shift: float = 2.0,
-) -> tuple[dict[str, Tensor], Tensor]:  # fmt: skip
-    a = operands(shape, dtype, device, generator, shift)
-    return a, torch.randn(shape[0], shape[3], device=device, generator=generator).to(dtype)
+from tests.ffn.dense import operands
+from tests.ffn.trained import (
+    BIASES,
+    SMALL,
+    TINY,
+    block,
+    check,
+    drawn,
+    gradients,
+    leaves,
+    operator_arguments,
+    reference,
+    taken,
+)
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
@@ -96,62 +45,10 @@ def test_odd_sizes(
     check({name: t for name, t in a.items() if name not in BIASES[1:]}, grad)
 
 
-def test_dense_rows_and_dense_neurons(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
-    m, n = (40, 80) if INTERPRET else (140, 300)
-    a, grad = drawn((m, 24, n, 40), dtype, device, generator, 3.0)
-    a["x"][:, 0], a["gate"][:, 0] = 0, 1
-    a["x"][[3, 17, 18, m - 1], 0] = 8
-    a["gate_bias"][[5, n - 50]] = 9.0
-    a["x"][20] = 0
-    check(a, grad)
-
-
 def test_threshold(device: torch.device, generator: torch.Generator) -> None:
     a, grad = drawn(SMALL, torch.float32, device, generator, 1.0)
     del a["gate_bias"]
     check(a, grad, threshold=torch.rand(SMALL[2], device=device, generator=generator))
-
-
-def operator_arguments(a: dict[str, Tensor], limit: int, room: int, slots: int = 256) -> tuple[Any, ...]:
-    weights = (a["x"], a["gate"], a.get("gate_bias"), None, a.get("up"), a.get("up_bias"), a["down"])
-    return *weights, a.get("down_bias"), False, limit, room, slots
-
-
-@pytest.mark.parametrize("limit, room, slots", [(6, 1600, 256), (300, 160, 256), (300, 1600, 1), (0, 16, 16)])
-@pytest.mark.parametrize("gated", [True, False])
-def test_rows_in_no_list(
-    gated: bool, limit: int, room: int, slots: int, device: torch.device, generator: torch.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Too many entries for a row, for the buffer and for a tile: such rows are computed all the same, in turns."""
-    if device.type == "cuda" or INTERPRET:
-        from gossamer.ffn._triton import heavy as kernels
-        from gossamer.ffn._triton import train_heavy
-
-        for module in (kernels, train_heavy):
-            monkeypatch.setattr(module, "reserved", lambda *_: 16)
-    a, grad = drawn((41, 24, 70, 20), torch.float32, device, generator, 1.0)
-    a = taken(a, gated)
-    counts = (a["x"] @ a["gate"].t() + a["gate_bias"] > 0).sum(1)
-    ours, wide = leaves(a), leaves(a, torch.float64)
-    out, _, nnz, fired, _, _, offsets, heavy, _ = sparse_training(
-        SparseTraining(*operator_arguments(ours, limit, room, slots))
-    )
-    listed = heavy[1 : 1 + int(heavy[0])]
-    assert nnz.tolist() == counts.tolist() and int(fired.sum()) == int(counts.sum())
-    # On the CPU a tile has slots for all.
-    assert (listed.numel() > 0 or slots == 1) and listed.tolist() == sorted(listed.tolist())
-    held = offsets.diff()
-    assert (held[listed] == 0).all()
-    others = torch.ones_like(counts, dtype=torch.bool)
-    others[listed] = False
-    assert (held == counts)[others].all() and int(offsets[-1]) <= room
-    if limit < 300:
-        assert others.tolist() == (counts <= limit).tolist()
-    got = gradients(ours, out, grad)
-    want = gradients(wide, reference(wide), grad)
-    for name, result in got.items():
-        torch.testing.assert_close(result.double(), want[name], rtol=2e-5, atol=2e-5)
 
 
 @pytest.mark.parametrize("gated", [True, False])
@@ -213,46 +110,6 @@ def test_checkpoint(reentrant: bool, device: torch.device, generator: torch.Gene
     (checkpoint(lambda x: block(ours | {"x": x}), ours["x"], use_reentrant=reentrant) * grad).sum().backward()
     for name, leaf in ours.items():
         assert torch.equal(leaf.grad, want[name])  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("method", ["gather", "dense"])
-@pytest.mark.parametrize("gated", [True, False])
-def test_activity(gated: bool, method: str, device: torch.device, generator: torch.Generator) -> None:
-    """Every way hands out the same, with gradients and without."""
-    a = taken(drawn((2 * 17, 24, 300, 40), torch.float32, device, generator, 1.0)[0], gated)
-    gate = torch.relu(a["x"] @ a["gate"].t() + a["gate_bias"])
-    hidden = gate * (a["x"] @ a["up"].t() + a["up_bias"]) if gated else gate
-    a["x"] = a["x"].view(2, 17, 24)
-    counts = (gate > 0).sum(1)
-    sizes = training.sizes_for(34, 300, None)
-    kept = torch.where(counts > sizes.limit, 0, counts)
-    unlisted = int((counts > 0).sum() - ((kept > 0) & (kept.cumsum(0) <= sizes.room)).sum())
-    assert unlisted > 5
-    for given in (a, leaves(a)):
-        out, activity = block(given, method=method, with_activity=True)
-        torch.testing.assert_close(out.flatten(0, 1), reference(a | {"x": a["x"].flatten(0, 1)}), rtol=1e-4, atol=1e-4)
-        assert isinstance(activity, ffn.Activity) and activity.l1.requires_grad == out.requires_grad
-        torch.testing.assert_close(activity.l1.detach(), hidden.abs().sum() / 34)
-        torch.testing.assert_close(activity.l0, (gate > 0).sum() / 34)
-        assert activity.fired.tolist() == (gate > 0).sum(0).tolist()
-        # Of a tile, a GPU has slots for some entries alone.
-        on_lists = method == "gather" and out.requires_grad
-        assert not on_lists or device.type == "cuda" or INTERPRET or activity.unlisted == unlisted
-        assert activity.unlisted >= unlisted if on_lists else activity.unlisted == 0
-
-
-@pytest.mark.parametrize("method", ["auto", "gather"])
-def test_module_in_training(method: str, device: torch.device, generator: torch.Generator) -> None:
-    module = nn.GatedMLP(24, 300, "relu", method=method, device=device)
-    _, activity = nn.MLP(24, 300, "relu", method=method, l1=True, device=device)(torch.randn(5, 24, device=device))
-    assert activity.l1.requires_grad and 0 < float(activity.l0) < 300
-    x, grad = (torch.randn(3, 11, 24, device=device, generator=generator) for _ in range(2))
-    got = torch.autograd.grad(module(x.requires_grad_()), [x, *module.parameters()], grad)
-    module.method = "dense"
-    want = torch.autograd.grad(module(x), [x, *module.parameters()], grad)
-    assert module.last_path == ("fused" if method == "auto" else "gather")
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
 
 
 def test_gradients_lie_as_their_weights(device: torch.device, generator: torch.Generator) -> None:
@@ -359,79 +216,6 @@ def test_large(gated: bool, device: torch.device, generator: torch.Generator) ->
         a["x"][::40, 0] = 32
         a["gate_bias"][::500] = 30.0
         check(taken(a, gated), grad)
-
-
-def test_auto_follows_its_tracker(device: torch.device, generator: torch.Generator) -> None:
-    """Dense until something is known, and then what pays; the device's counts arrive without a wait."""
-    shape = TINY if INTERPRET else (64, 24, 300, 40)
-    a, grad = drawn(shape, torch.float32, device, generator, 3.0)
-    tracker, pays = ffn.BlockTracker(lag=2), training.pays
-    ours, ways = leaves(a), []
-    try:
-        training.pays = lambda known, *_: known is not None and known.mean < 20
-        for _ in range(5):
-            out = block(ours, method="auto", density=tracker)
-            (out * grad).sum().backward()
-            ways.append(tracker.last_path)
-    finally:
-        training.pays = pays
-    assert ways == ["fused", "fused", "gather", "gather", "gather"]
-    known = tracker.rows.known(training=True)
-    assert known is not None and known.rows == shape[0]
-
-
-def test_bursts_in_the_middle_of_training(device: torch.device, generator: torch.Generator) -> None:
-    """Steps in which all rows, one in three, or one neuron of all rows are active, between others: the weights stay
-    those of dense training, and lists go on with the size that they had."""
-    m, n = (40, 80) if INTERPRET else (140, 300)
-    wide = nn.GatedMLP(24, n, "relu", bias=True, dtype=torch.float64, device=device)
-    with torch.no_grad():
-        wide.gate_proj.bias.fill_(-1.5)
-        wide.gate_proj.weight[:, 0] = 1
-    ours = nn.GatedMLP(24, n, "relu", bias=True, method="auto", l1=True, device=device)
-    ours.load_state_dict(wide.state_dict())
-    ours.density.rows.pinned = "gather"
-    unlisted, optimizers = [], [torch.optim.SGD(block.parameters(), lr=1e-3) for block in (ours, wide)]
-    for step in range(7):
-        x = torch.randn(m, 24, device=device, generator=generator)
-        x[:, 0] = 8.0 if step == 2 else 0.0
-        x[:: 1 if step == 2 else 3, 0] = 8.0 * (step in (2, 4))
-        for block in (ours, wide):
-            with torch.no_grad():
-                block.gate_proj.bias[7] = 9.0 if step == 5 else -1.5
-        out, activity = ours(x)
-        (out.square().mean() + 1e-3 * activity.l1).backward()
-        gate = torch.relu(wide.gate_proj(x.double()))
-        hidden = gate * wide.up_proj(x.double())
-        (wide.down_proj(hidden).square().mean() + 1e-3 * hidden.abs().sum() / m).backward()
-        unlisted.append(int(activity.unlisted))
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for (name, a), b in zip(ours.named_parameters(), wide.parameters()):
-            torch.testing.assert_close(a.double(), b, rtol=1e-4, atol=1e-4, msg=f"{name}, step {step}")
-        # The rounding of one step is not carried into the next.
-        ours.load_state_dict(wide.state_dict())
-    assert unlisted[2] > 0.8 * m and unlisted[4] > 0.3 * m
-    if not INTERPRET:
-        assert unlisted[0] == unlisted[6] == 0
-
-
-def test_lists_pay_where_few_entries_are_active(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Monotone in the entries, with the break-even that was measured on an H200."""
-    monkeypatch.setattr(tuning, "rates", lambda index: tuning._H200)
-    for gated, n, most in ((True, 5632, (70, 85)), (False, 8192, (95, 120))):
-        found = [training.lists_are_faster(mean, (16384, 2048, n, 2048), gated, 2, 0) for mean in range(300)]
-        assert most[0] <= sum(found) <= most[1] and found == sorted(found, reverse=True)
-    assert not training.lists_are_faster(1.0, (64, 256, 704, 256), True, 2, 0)
-
-
-def test_sizes() -> None:
-    """Room for what is known, by powers of two; slots for a tile's share of it."""
-    for mean, each, slots in ((None, 64, 16), (29, 64, 16), (60, 128, 16), (300, 512, 64), (5000, 5632, 256)):
-        assert training.sizes_for(16384, 5632, mean) == (256, 16384 * each, slots)
-    assert training.sizes_for(5, 3, None) == (64, 16, 16)
-    assert training.sizes_for(1 << 28, 5632, 60).room == 1 << 30
 
 
 def test_second_derivatives_are_refused(device: torch.device, generator: torch.Generator) -> None:

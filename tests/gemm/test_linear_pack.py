@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer import gemm, rowsparse
-from gossamer.rowsparse import ELL, LinearSource, TwELL
+from gossamer.rowsparse.linear_source import LinearSource
 from gossamer.testing import assert_close, assert_exact, dense64, random_rows
 from tests import strategies
 
@@ -19,9 +19,8 @@ FORMATS: list[dict[str, Any]] = [
     {},
     {"tile": 16, "slots": 2},
     {"tile": 300, "slots": 300},
-    {"format": "ell"},
-    {"format": "ell", "capacity": 5},
-    {"format": "ell", "tile": 16, "slots": 3, "capacity": 1000},
+    {"capacity": 5},
+    {"tile": 16, "slots": 3, "capacity": 1000},
 ]
 EACH = pytest.mark.parametrize("options", FORMATS, ids=str)
 
@@ -55,11 +54,10 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
     operands = [None if t is None else strategies.laid_out(t, data.draw(strategies.LAYOUTS)) for t in operands]
     x, weight, bias, threshold = operands
     options = data.draw(st.sampled_from(FORMATS))
-    rows, nnz = gemm.linear_pack(x, weight, bias, value(threshold), **options)
+    rows = gemm.linear_pack(x, weight, bias, value(threshold), **options)
     wanted = activated(*doubled(*operands))
-    assert type(rows) is (ELL if "format" in options else TwELL) and rows.dtype is dtype
-    assert rows.shape == (*leading, n) and nnz.shape == leading and nnz.dtype is torch.int32
-    assert torch.equal(nnz.long(), (wanted != 0).sum(-1))
+    assert rows.dtype is dtype and rows.shape == (*leading, n)
+    assert torch.equal(rows.counts, (wanted != 0).sum(-1).flatten())
     assert_exact(dense64(rows), wanted)
     assert_exact(rows.to_dense(), wanted)
     assert rows.validate() is rows
@@ -99,7 +97,7 @@ def test_the_library_multiplies_where_it_is_faster(
 def test_programs_that_share_a_row_add_up_its_entries(device: torch.device, generator: torch.Generator) -> None:
     """Few long rows, and rows of several blocks."""
     x, weight = (torch.randn(size, device=device, generator=generator) for size in ((3, 4), (2100, 4)))
-    assert torch.equal(gemm.linear_pack(x, weight)[1].long(), (x @ weight.t() > 0).sum(1))
+    assert torch.equal(gemm.linear_pack(x, weight).counts, (x @ weight.t() > 0).sum(1))
 
 
 @pytest.mark.parametrize("m", [1, 3, 16])
@@ -109,7 +107,7 @@ def test_few_rows_in_float32(m: int, capacity: int | None, device: torch.device,
     generator = strategies.seeded(0, device)
     k, n = 256 * scale, 256 * scale
     x, weight = (torch.randn(*size, device=device, generator=generator) for size in ((m, k), (n, k)))
-    rows, _ = gemm.linear_pack(x, weight, format="ell", capacity=capacity or n)
+    rows = gemm.linear_pack(x, weight, capacity=capacity or n)
     wanted = activated(x.double(), weight.double())
     magnitude = (x.double().square() @ weight.double().square().t()).sqrt()
     plain = activated(x, weight)
@@ -141,7 +139,7 @@ def test_products(
         assert near.amax(1).min() > 0.02
         threshold = tried[near.argmax(1)]
     with torch.no_grad():
-        rows, nnz = gemm.linear_pack(x, weight, bias, value(threshold), **options)
+        rows = gemm.linear_pack(x, weight, bias, value(threshold), **options)
         usual, wanted = activated(x, weight, bias, threshold), activated(*doubled(x, weight, bias, threshold))
         # A GPU's library sums in several chains; a row that is computed again, in float32 in one.
         factor = 4.0 if device.type == "cuda" else 2.0
@@ -150,7 +148,7 @@ def test_products(
         assert_close(product, reference64=wanted @ right.double(), plain=usual @ right, factor=max(factor, 3.0))
     # There a product in bfloat16 may be summed in parts that are rounded, further than a threshold is from an entry.
     exact = bound and (device.type == "cpu" or dtype is not torch.bfloat16)
-    assert ((nnz - (wanted != 0).sum(1)).abs() <= (0 if exact else n // 50 + 1)).all()
+    assert ((rows.counts - (wanted != 0).sum(1)).abs() <= (0 if exact else n // 50 + 1)).all()
 
 
 @pytest.mark.gpu
@@ -165,11 +163,10 @@ def test_many_tiles(transposed: bool, odd: int, dtype: torch.dtype, generator: t
     x, weight = draw(m, k), draw(k, n).t() if transposed else draw(n, k)
     bias, threshold = draw(n), torch.randint(0, 60, (n,), device="cuda", generator=generator).float()
     wanted = activated(*doubled(x, weight, bias, threshold))
-    for format in ("twell", "ell"):
-        rows, nnz = gemm.linear_pack(x, weight, bias, activation=gemm.JumpReLU(threshold), format=format)
-        assert torch.equal(nnz.long(), (wanted != 0).sum(1))
-        assert rows.overflowed.any()
-        assert_exact(rows.to_dense(), wanted)
+    rows = gemm.linear_pack(x, weight, bias, activation=gemm.JumpReLU(threshold))
+    assert torch.equal(rows.counts, (wanted != 0).sum(1))
+    assert rows.overflowed.any()
+    assert_exact(rows.to_dense(), wanted)
 
 
 @EACH
@@ -181,7 +178,7 @@ def test_special_values(options: dict[str, Any], dtype: torch.dtype, device: tor
     threshold = torch.zeros(40, device=device)
     threshold[3], threshold[4] = -2.0, float("nan")
     for limit in (None, threshold):
-        rows, _ = gemm.linear_pack(x, weight, activation=value(limit), **options)
+        rows = gemm.linear_pack(x, weight, activation=value(limit), **options)
         assert_exact(rows.to_dense(), activated(*doubled(x, weight, None, limit)))
 
 
@@ -207,7 +204,7 @@ def test_gradients(
         return {**{name: leaf.grad for name, leaf in given.items()}, "right": matrix.grad}
 
     def ours(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor) -> Tensor:
-        rows, _ = gemm.linear_pack(x, weight, bias, activation=gemm.JumpReLU(threshold), **options)
+        rows = gemm.linear_pack(x, weight, bias, activation=gemm.JumpReLU(threshold), **options)
         return rowsparse.matmul(rows, right)
 
     found = gradients(ours, False)
@@ -225,13 +222,12 @@ def test_gradcheck() -> None:
     leaves = [torch.randn(size, dtype=torch.float64).requires_grad_() for size in ((3, 5), (12, 5), (12,), (12, 4))]
 
     def product(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor, **options: Any) -> Tensor:
-        return rowsparse.matmul(gemm.linear_pack(x, weight, bias, **options)[0], right)
+        return rowsparse.matmul(gemm.linear_pack(x, weight, bias, **options), right)
 
     for options in (
         {"tile": 8, "slots": 8},
         {"tile": 8, "slots": 4},
-        {"format": "ell"},
-        {"format": "ell", "capacity": 5},
+        {"capacity": 5},
     ):
         torch.autograd.gradcheck(lambda *given, o=options: product(*given, **o), leaves)
         torch.autograd.gradgradcheck(lambda *given, o=options: product(*given, **o), leaves)
@@ -245,17 +241,17 @@ def test_rows_come_in_blocks(device: torch.device, generator: torch.Generator, m
     x, weight = (
         random_rows(size, l0=4, device=device, generator=generator, integers=True) for size in ((m, k), (n, k))
     )
-    rows, nnz = gemm.linear_pack(x, weight, tile=32, slots=4)
+    rows = gemm.linear_pack(x, weight, tile=32, slots=4)
     wanted = activated(x, weight)
-    assert torch.equal(rows.to_dense(), wanted) and torch.equal(nnz, (wanted != 0).sum(1, dtype=torch.int32))
-    alone, _ = gemm.linear_pack(x[-30:], weight, tile=32, slots=4)
-    assert torch.equal(alone.nnz_per_tile, rows.nnz_per_tile[-30:])
+    assert torch.equal(rows.to_dense(), wanted) and torch.equal(rows.counts, (wanted != 0).sum(1))
+    alone = gemm.linear_pack(x[-30:], weight, tile=32, slots=4)
+    assert torch.equal(alone.counts, rows.counts[-30:])
 
 
 def test_autocast(device: torch.device, generator: torch.Generator) -> None:
     x, weight, bias = (torch.randn(size, device=device, generator=generator) for size in ((3, 8), (40, 8), (40,)))
     with torch.autocast(device.type, torch.float16):
-        rows, _ = gemm.linear_pack(x, weight, bias)
+        rows = gemm.linear_pack(x, weight, bias)
     assert rows.dtype is torch.float16 and rows.source.dtype is torch.float16
     with torch.no_grad():
         plain = activated(x.half(), weight.half(), bias)
@@ -266,26 +262,26 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
 
 def test_the_dense_matrix_is_not_kept(device: torch.device) -> None:
     x, weight = torch.randn(3, 8, device=device), torch.randn(40, 8, device=device)
-    rows, _ = gemm.linear_pack(x, weight)
+    rows = gemm.linear_pack(x, weight)
     assert isinstance(rows.source, LinearSource) and rows.source.x is x and rows.source.weight is weight
-    assert gemm.linear_pack(x, weight, tile=8, slots=8)[0].source is None
-    assert gemm.linear_pack(x, weight, format="ell", tile=8, slots=8, capacity=40)[0].source is None
-    assert gemm.linear_pack(x, weight, format="ell", tile=8, slots=8, capacity=39)[0].source is not None
+    assert gemm.linear_pack(x, weight, tile=8, slots=8).source is None
+    assert gemm.linear_pack(x, weight, tile=8, slots=7).source is not None
+    assert gemm.linear_pack(x, weight, tile=8, slots=8, capacity=39).source is not None
 
 
 @pytest.mark.native
 def test_compile(device: torch.device, compiled: Callable[..., Any]) -> None:
     leaves = [torch.randn(size, device=device).requires_grad_() for size in ((2, 3, 8), (40, 8), (40,), (40, 5))]
 
-    def product(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor) -> tuple[Tensor, Any, Tensor]:
-        rows, nnz = gemm.linear_pack(x, weight, bias, format="ell", capacity=8)
-        return rowsparse.matmul(rows, right), gemm.linear_pack(x, weight, bias, tile=8)[0], nnz
+    def product(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor) -> tuple[Tensor, Any]:
+        rows = gemm.linear_pack(x, weight, bias, capacity=8)
+        return rowsparse.matmul(rows, right), gemm.linear_pack(x, weight, bias, tile=8)
 
-    out, rows, nnz = product(*leaves)
-    fast, fast_rows, fast_nnz = compiled(product)(*leaves)
+    out, rows = product(*leaves)
+    fast, fast_rows = compiled(product)(*leaves)
     torch.testing.assert_close(fast, out)
     torch.testing.assert_close(fast_rows.to_dense(), rows.to_dense())
-    assert torch.equal(fast_nnz, nnz) and isinstance(fast_rows.source, LinearSource)
+    assert torch.equal(fast_rows.counts, rows.counts) and isinstance(fast_rows.source, LinearSource)
     grads = (torch.autograd.grad(value.square().sum(), leaves) for value in (out, fast))
     for ours, theirs in zip(*grads):
         torch.testing.assert_close(ours, theirs)
@@ -309,9 +305,7 @@ def test_compile(device: torch.device, compiled: Callable[..., Any]) -> None:
         ({"activation": gemm.JumpReLU(torch.ones(40), 0.5)}, ValueError, "JumpReLU without a bandwidth, .* got 0.5"),
         ({"activation": gemm.TopK(3)}, ValueError, r"activation must be .*, got TopK\(k=3, scale=None\)"),
         ({"activation": ["relu"]}, TypeError, r"activation must be .*, got \['relu'\]"),
-        ({"format": "csr"}, ValueError, 'format must be "twell" or "ell", got \'csr\''),
-        ({"capacity": 4}, ValueError, 'capacity belongs to format="ell"'),
-        ({"format": "ell", "capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
+        ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
         ({"tile": 0}, ValueError, "tile must be at least 1, got 0"),
         ({"slots": 2.0}, TypeError, "slots must be an int, got float"),
     ],
@@ -329,21 +323,19 @@ def test_without_gradients(options: dict[str, Any], device: torch.device, genera
     x, weight, bias, threshold, right = draw(4, 12), draw(60, 12), draw(60), draw(60), draw(60, 8)
     jump = {"activation": gemm.JumpReLU(threshold)}
     with torch.no_grad():
-        rows, _ = gemm.linear_pack(x, weight, bias, **jump, **options)
+        rows = gemm.linear_pack(x, weight, bias, **jump, **options)
     assert not rows.requires_grad
     assert not rowsparse.matmul(rows, right.detach()).requires_grad
     rowsparse.matmul(rows, right).sum().backward()
     assert right.grad is not None and x.grad is weight.grad is bias.grad is threshold.grad is None
-    rows, _ = gemm.linear_pack(x.detach(), weight.detach(), **jump, **options)
+    rows = gemm.linear_pack(x.detach(), weight.detach(), **jump, **options)
     assert not rows.requires_grad
     torch.testing.assert_close(
         rowsparse.matmul(rows, right.detach()), rows.to_dense() @ right.detach(), rtol=1e-4, atol=1e-4
     )
 
 
-@pytest.mark.parametrize(
-    "options", [{"tile": 16, "slots": 2}, {"format": "ell", "capacity": 4}, {"tile": 64, "slots": 64}]
-)
+@pytest.mark.parametrize("options", [{"tile": 16, "slots": 2}, {"capacity": 4}, {"tile": 64, "slots": 64}])
 def test_squares(options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """Of what fits its slots, and of rows that overflow."""
     x, weight = (torch.randn(s, 20, device=device, generator=generator).to(dtype) for s in (9, 64))
@@ -352,8 +344,8 @@ def test_squares(options: dict[str, Any], dtype: torch.dtype, device: torch.devi
     z = x @ weight.t()
     plain = torch.relu(z).square()
     wide = torch.relu(x.double() @ weight.double().t()).square()
-    rows, nnz = gemm.linear_pack(x, weight, activation="relu2", **options)
-    assert (nnz - (z > 0).sum(1)).abs().max() <= 1
+    rows = gemm.linear_pack(x, weight, activation="relu2", **options)
+    assert (rows.counts - (z > 0).sum(1)).abs().max() <= 1
     assert_close(rows.to_dense(), reference64=wide, plain=plain)
     assert_close(rowsparse.matmul(rows, down), reference64=wide @ down.double(), plain=plain @ down)
 
@@ -366,6 +358,6 @@ def test_gradient_of_squares() -> None:
     for slots in (1, 8):
 
         def product(x: Tensor, weight: Tensor, slots: int = slots) -> Tensor:
-            return rowsparse.matmul(gemm.linear_pack(x, weight, activation="relu2", tile=8, slots=slots)[0], down)
+            return rowsparse.matmul(gemm.linear_pack(x, weight, activation="relu2", tile=8, slots=slots), down)
 
         assert torch.autograd.gradcheck(product, (x, weight))

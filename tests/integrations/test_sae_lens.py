@@ -141,9 +141,9 @@ def test_latents_stay_packed(kind: str, device: torch.device, monkeypatch: pytes
     with torch.no_grad():
         patched(activations(device))
     if kind == "gated":
-        assert calls == ["decode ELL"]
+        assert calls == ["decode Rows"]
     else:
-        assert calls == ["encode Tensor", "decode ELL"]
+        assert calls == ["encode Tensor", "decode Rows"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -548,7 +548,7 @@ def test_an_error_in_between_leaves_nothing_behind(device: torch.device, monkeyp
         assert isinstance(sae.encode(x), Tensor)
         calls = spied(monkeypatch)
         sae(x)
-    assert calls == ["encode Tensor", "decode ELL"]
+    assert calls == ["encode Tensor", "decode Rows"]
 
 
 def test_what_was_replaced_by_hand_stays(device: torch.device) -> None:

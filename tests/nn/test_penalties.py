@@ -28,7 +28,7 @@ def test_loss_and_gradients(
     x = dense.sample(40, generator)
     model = dense.make("jumprelu", device, capacity=capacity, l0_coefficient=0.2, **RECIPES[recipe])
     dense.kill(model, x, 12)
-    over = (model.encode(x).nnz_per_row > (capacity or dense.D_SAE)).float().mean().item()
+    over = (model.encode(x).counts > (capacity or dense.D_SAE)).float().mean().item()
     assert over == 0 if capacity is None else 0 < over < 1 if capacity == 16 else over > 0.8
     got, grads = dense.compare(model, x)
     assert got.l0_penalty > 0 and got.l0 > 4 and bool(got.dead_loss > 0) == (recipe == "anthropic")

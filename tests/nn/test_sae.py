@@ -111,10 +111,10 @@ def test_modules_are_thin(device: torch.device, generator: torch.Generator) -> N
     assert torch.equal(topk.encode(x).to_dense(), same.to_dense())
     with torch.no_grad():
         same = sae.encode(x, jump.W_enc, jump.b_enc, activation=gemm.JumpReLU(jump.threshold))
-        assert torch.equal(jump.encode(x).indices, same.indices)
-    assert jump.encode(x).nnz_per_row.sum() > same.nnz_per_row.sum()
+        assert torch.equal(jump.encode(x).packed.indices, same.packed.indices)
+    assert jump.encode(x).counts.sum() > same.counts.sum()
     jump.capacity = 5
-    assert jump.encode(x).capacity == 5 and bool(jump.encode(x).overflowed)
+    assert len(jump.encode(x).packed.values) == 150 and bool(jump.encode(x).overflowed)
     for model in (topk, jump):
         rows = model.encode(x)
         assert rows.shape == (2, 3, 5, D_SAE)
@@ -300,10 +300,9 @@ def test_batchtopk_without_anything_to_follow(device: torch.device) -> None:
     model(torch.zeros(3, D_IN, device=device))
     model(torch.zeros(0, D_IN, device=device))
     assert model.threshold.item() == 0
-    # Rows that overflow their two slots count as well.
     rows = model.encode(torch.randn(1, D_IN, device=device).expand(6, D_IN))
     dense = rows.to_dense()
-    assert bool((rows.nnz_per_row > 2).all()) and model.threshold == dense[dense > 0].min()
+    assert bool((rows.counts > 2).all()) and model.threshold == dense[dense > 0].min()
     assert repr(model) == "BatchTopKSAE(d_in=16, d_sae=96, k=4)"
     for options, error, message in (
         ({"k": 0}, ValueError, "k must be at least 1"),

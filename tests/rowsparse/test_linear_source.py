@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from gossamer import sae
-from gossamer.rowsparse import ELL, LinearSource, matmul, pack, sampled_matmul, transpose, unpack
+from gossamer.rowsparse import Rows, matmul, pack, sampled_matmul, transpose
+from gossamer.rowsparse.linear_source import LinearSource
 from gossamer.testing import assert_close, assert_exact, random_rows
 from tests import strategies
 
@@ -23,13 +24,14 @@ def layer(
     return LinearSource(x, weight, bias, threshold), dense
 
 
-def packed(source: LinearSource, dense: Tensor, over: Tensor, dtype: torch.dtype) -> ELL:
+def packed(source: LinearSource, dense: Tensor, over: Tensor, dtype: torch.dtype) -> Rows:
     """The rows of `dense`, of which those of the bool [M] `over` have no slots to hold them."""
-    rows = pack(dense.to(dtype), capacity=dense.shape[1])
-    counts = torch.where(over, dense.shape[1] + 1, rows.packed.counts).int()
-    # What is in their slots must not be read.
-    values = torch.where(over[:, None], float("nan"), rows.packed.values)
-    return strategies.changed(rows, values=values, counts=counts, source=source)
+    m, n = dense.shape
+    rows = pack(dense.to(dtype), capacity=n)
+    spans = torch.where(over, m * n + 1, rows.packed.spans)
+    # Nothing may read their slots.
+    values = torch.where(over[:, None], float("nan"), rows.packed.values.view(m, n))
+    return strategies.changed(rows, values=values.flatten(), spans=spans, source=source)
 
 
 @pytest.mark.parametrize("m, k, n, d", [(1, 3, 20, 5), (5, 40, 130, 17), (70, 24, 90, 64)])
@@ -55,7 +57,7 @@ def test_products(
     for over in (every % 3 == 0, every < 0, every >= 0):
         rows = packed(source, dense, over, dtype)
         with torch.no_grad():
-            assert_exact(unpack(rows), dense)
+            assert_exact(rows.to_dense(), dense)
             assert_close(matmul(rows, weight), reference64=exact, plain=plain)
             assert_close(matmul(rows, weight, out_dtype=torch.float32), reference64=exact, plain=plain.float())
             assert_close(
@@ -91,18 +93,18 @@ def test_any_layout(dtype: torch.dtype, device: torch.device, generator: torch.G
             assert_exact(matmul(packed(laid, dense, over, dtype), weight), dense)
 
 
-@pytest.mark.parametrize("part", ["values", "indices", "counts"])
+@pytest.mark.parametrize("part", ["values", "indices", "spans"])
 def test_any_layout_of_the_lists(
     part: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
     source, dense = layer(6, 20, 50, dtype, device, generator)
     rows = packed(source, dense, torch.arange(6, device=device) % 2 == 0, dtype)
     held = getattr(rows.packed, part)
-    for laid in (held.t().contiguous().t(), held.repeat_interleave(2, -1)[..., ::2]):
+    for laid in (held.t().contiguous().t() if held.dim() == 2 else held, held.repeat_interleave(2, -1)[..., ::2]):
         given = strategies.changed(rows, **{part: laid})
         with torch.no_grad():
             assert_exact(matmul(given, torch.eye(50, dtype=dtype, device=device)), dense)
-            assert_exact(unpack(given), dense)
+            assert_exact(given.to_dense(), dense)
 
 
 def test_special_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
@@ -114,15 +116,15 @@ def test_special_values(dtype: torch.dtype, device: torch.device, generator: tor
     with torch.no_grad():
         out = matmul(rows, torch.eye(50, dtype=dtype, device=device))
     assert_exact(out, dense)
-    assert_exact(unpack(rows), dense)
+    assert_exact(rows.to_dense(), dense)
 
 
 def test_other_operators(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     source, dense = layer(6, 20, 50, dtype, device, generator)
     rows = packed(source, dense, torch.arange(6, device=device) % 2 == 0, dtype)
-    assert_exact(unpack(transpose(rows)), dense.t())
+    assert_exact(transpose(rows).to_dense(), dense.t())
     x, weight = (random_rows(s, l0=4, dtype=dtype, device=device, integers=True) for s in ((6, 8), (50, 8)))
-    assert_exact(unpack(sampled_matmul(x, weight, rows)), (x.double() @ weight.double().t()) * (dense != 0))
+    assert_exact(sampled_matmul(x, weight, rows).to_dense(), (x.double() @ weight.double().t()) * (dense != 0))
     with torch.autocast(device.type, torch.bfloat16), torch.no_grad():
         out = matmul(rows, weight)
     assert out.dtype is (torch.bfloat16 if dtype is not torch.float64 else dtype)

@@ -83,10 +83,9 @@ def test_choice(
 ) -> None:
     weight = on_gpu(n, d, dtype=dtype)
     if operator == "matmul":
-        assert choose_path(on_gpu(m, slots, dtype=dtype), m, may_overflow, weight) == path
         assert choose_path(on_gpu(m * slots, dtype=dtype), m, may_overflow, weight) == path
     else:
-        x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m, slots, dtype=torch.int32)
+        x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m * slots, dtype=torch.int32)
         assert choose_sampled_path(x, indices, may_overflow, weight) == path
 
 
@@ -109,9 +108,9 @@ def test_choice_on_an_h100(
     monkeypatch.setattr(tuning, "rates", lambda index: tuning.Rates(3.0e12, 5.0e12, 45e12, 330e12, 650e12, 132, False))
     weight = SimpleNamespace(**(vars(on_gpu(n, d, dtype=dtype)) | {"device": torch.device("cuda", 98)}))
     if operator == "matmul":
-        assert choose_path(on_gpu(m, slots, dtype=dtype), m, True, weight) == path
+        assert choose_path(on_gpu(m * slots, dtype=dtype), m, True, weight) == path
     else:
-        x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m, slots, dtype=torch.int32)
+        x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m * slots, dtype=torch.int32)
         x.device = weight.device
         assert choose_sampled_path(x, indices, True, weight) == path
 

@@ -54,17 +54,14 @@ def test_counters_are_left_at_0(
 
 @pytest.mark.kernels
 @pytest.mark.parametrize("m", [0, 1, 700, 9001])
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
-def test_rows_that_overflowed_are_listed_in_order(
-    m: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    from gossamer.rowsparse._triton.overflow import overflowed
+def test_rows_that_overflowed_are_listed_in_order(m: int, device: torch.device, generator: torch.Generator) -> None:
+    from gossamer.rowsparse._triton.overflow import list_overflowed
 
-    counts = torch.randint(0, 9, (m,), dtype=dtype, device=device, generator=generator)
-    for limit in (0, 6, 8):
-        found = overflowed(counts, limit)
+    spans = torch.randint(0, 5, (2, m), device=device, generator=generator)
+    for room in (0, 6, 8):
+        found = list_overflowed(spans, room)
         number = int(found[0])
-        assert found[1 : number + 1].tolist() == (counts > limit).nonzero()[:, 0].tolist()
+        assert found[1 : number + 1].tolist() == (spans.sum(0) > room).nonzero()[:, 0].tolist()
 
 
 @pytest.mark.kernels
@@ -80,12 +77,12 @@ def test_a_list_of_several_blocks(
         random_rows(shape, density=0.7, dtype=dtype, device=device, generator=generator, integers=True)
         for shape in ((m, n), (m, d), (n, d))
     )
-    counts = torch.randint(0, 9, (m,), dtype=torch.int32, device=device, generator=generator)
-    flagged = (counts > 2)[:, None].double()
+    spans = torch.randint(0, 3, (2, m), device=device, generator=generator)
+    flagged = (spans.sum(0) > 2)[:, None].double()
     kept = (torch.rand(m, n, device=device, generator=generator) < 0.5).to(dtype) if masked else torch.ones_like(x)
     wanted = out.double() + (x.double() * kept.double() * flagged).t() @ grad.double()
     given = torch.where(kept != 0, x, float("nan"))
-    backward_weight(Overflow(given, counts, 2), kept if masked else None, grad, out)
+    backward_weight(Overflow(given, spans, 2), kept if masked else None, grad, out)
     assert_exact(out, wanted)
 
 

@@ -8,39 +8,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.rowsparse import CSR, ELL, Rows, pack, sampled_matmul, unpack
-from gossamer.testing import assert_close, assert_exact, dense64, random_csr, random_ell, random_rows
+from gossamer.rowsparse import Rows, pack, sampled_matmul
+from gossamer.testing import assert_close, assert_exact, dense64, random_rows, random_slots
 from tests import strategies
 
 PACKINGS = [
     {"capacity": 64},
     {"capacity": 5},
     {"capacity": 1},
-    {"format": "csr"},
-    {"format": "csr", "max_nnz": 30},
-    {"format": "csr", "max_nnz": 0},
+    {"capacity": "exact"},
+    {"room": 30},
+    {"room": 0},
 ]
-
-
-def overflowed(rows: Rows) -> Tensor:
-    """Bool [M]."""
-    counts = rows.packed.counts
-    return counts > rows.capacity if isinstance(rows, ELL) else counts[1:] > rows.max_nnz
-
-
-def at_entries(dense: Tensor, rows: Rows) -> Tensor:
-    """What the values of `rows` are if every entry holds the element of `dense` [M, N] in its place; else 0."""
-    values, indices, counts, _ = rows.packed
-    out = torch.zeros_like(values, dtype=torch.float64)
-    over = overflowed(rows).tolist()
-    for row, count in enumerate((counts if isinstance(rows, ELL) else counts.diff()).tolist()):
-        if over[row] or rows.num_columns == 0:
-            continue
-        first = 0 if isinstance(rows, ELL) else int(counts[row])
-        at = (indices[row] if isinstance(rows, ELL) else indices)[first : first + count].long()
-        slots = out[row] if isinstance(rows, ELL) else out
-        slots[first : first + count] = torch.where(at >= 0, dense[row, at.clamp(min=0)], 0)
-    return out
 
 
 @given(data=st.data())
@@ -51,11 +30,11 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
     x = data.draw(strategies.matrix(m, depth, dtype, device)).reshape(*pattern.shape[:-1], depth).requires_grad_()
     weight = data.draw(strategies.matrix(n, depth, dtype, device)).requires_grad_()
     out = sampled_matmul(x, weight, pattern)
-    assert type(out) is type(pattern) and out.shape == pattern.shape and out.dtype is dtype
+    assert out.shape == pattern.shape and out.dtype is dtype
     flat, w = x.detach().double().reshape(m, depth), weight.detach().double()
     product = flat @ w.t()
-    assert_exact(out.packed.values, at_entries(product, pattern), name="values")
-    over, mask = overflowed(pattern)[:, None], None
+    assert_exact(out.packed.values, strategies.at_entries(product, pattern), name="values")
+    over, mask = strategies.over(pattern)[:, None], None
     if pattern.source is not None:
         mask = over & (pattern.source != 0)
         assert_exact(torch.where(over, out.source, 0), product * mask, name="source")
@@ -64,7 +43,8 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
     )
     torch.autograd.backward(out.packed.values, grad, retain_graph=mask is not None)
     # A matrix with the gradient at the entries: in float64, by the definition of the format.
-    dense = dense64(strategies.changed(pattern, values=grad, source=None, **_without(pattern, over.squeeze(1))))
+    values, spans = torch.where(pattern.packed.indices < 0, 0, grad), pattern.packed.spans * ~strategies.over(pattern)
+    dense = dense64(strategies.changed(pattern, values=values, spans=spans, source=None))
     dense = dense.reshape(m, n)
     if mask is not None:
         grad_source = random_rows((m, n), l0=n, dtype=dtype, device=device, integers=True)
@@ -74,24 +54,15 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
     assert_exact(weight.grad, dense.t() @ flat, name="gradient of weight")
 
 
-def _without(rows: Rows, over: Tensor) -> dict[str, Tensor]:
-    """Indices in which the entries of overflowed rows are none, and counts that fit the buffers."""
-    if isinstance(rows, ELL):
-        counts = rows.packed.counts.clamp(max=rows.capacity)
-        return {"indices": rows.packed.indices.masked_fill(over[:, None], -1), "counts": counts}
-    indices, first = rows.packed.indices.clone(), rows.packed.counts[:-1]
-    if bool(over.any()):
-        indices[int(first[over].min()) :] = -1
-    return {"indices": indices, "counts": rows.packed.counts.clamp(max=rows.max_nnz)}
-
-
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
 def test_error_budget(
     options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: int
 ) -> None:
     m, n, d = 5 * scale + 1, 130 * scale + 3, 70 * scale
     counts = [0, 1, 7, n, 30] + [scale * 3] * (m - 5)
-    pattern = pack(random_rows((m, n), l0=counts, device=device, dtype=dtype, generator=generator), **options)
+    pattern = strategies.pack_as(
+        random_rows((m, n), l0=counts, device=device, dtype=dtype, generator=generator), **options
+    )
     mask = dense64(pattern) != 0
     x, weight = (torch.randn(r, d, device=device, generator=generator).to(dtype).requires_grad_() for r in (m, n))
     out = sampled_matmul(x, weight, pattern)
@@ -100,7 +71,7 @@ def test_error_budget(
     result = dense64(out)
     assert_close(result.to(dtype), reference64=reference, plain=plain)
     grad = torch.randn(m, n, device=device, generator=generator).to(dtype)
-    held, grads_at = [out.packed.values], [at_entries(grad, pattern).to(dtype)]
+    held, grads_at = [out.packed.values], [strategies.at_entries(grad, pattern).to(dtype)]
     if out.source is not None:
         held.append(out.source)
         grads_at.append(grad)
@@ -111,19 +82,23 @@ def test_error_budget(
         assert_close(a, reference64=b, plain=c, name=name)
 
 
-@pytest.mark.parametrize("part", ["x", "weight", "indices", "counts"])
-@pytest.mark.parametrize("make", [random_ell, random_csr])
-def test_any_layout(part: str, make, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("part", ["x", "weight", "indices", "spans"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_any_layout(
+    part: str, packed: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
     options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
-    pattern = make((4, 30), 6, **options)
+    pattern = random_slots((4, 30), 6, packed=packed, **options)
     x, weight = random_rows((4, 8), l0=8, **options), random_rows((30, 8), l0=8, **options)
-    reference = at_entries(x.double() @ weight.double().t(), pattern)
+    reference = strategies.at_entries(x.double() @ weight.double().t(), pattern)
     for layout in ("transposed", "strided", "misaligned"):
         if part == "x":
             out = sampled_matmul(strategies.laid_out(x, layout), weight, pattern)
         elif part == "weight":
             out = sampled_matmul(x, strategies.laid_out(weight, layout), pattern)
         else:
+            if part == "indices" and layout == "transposed":
+                continue
             changed = strategies.changed(pattern, **{part: strategies.laid_out(getattr(pattern.packed, part), layout)})
             out = sampled_matmul(x, weight, changed)
         assert_exact(out.packed.values, reference, name=layout)
@@ -135,29 +110,29 @@ def test_special_values(dtype: torch.dtype, device: torch.device, generator: tor
     x[0, 3], x[1, 2], weight[7, 1] = math.nan, math.inf, -math.inf
     mask = random_rows((3, 30), l0=5, **options)
     mask[:, 7] = 1
-    for chosen in ({"capacity": 8}, {"capacity": 1}, {"format": "csr"}):
-        out = dense64(sampled_matmul(x, weight, pack(mask, **chosen)))
+    for chosen in ({"capacity": 8}, {"capacity": 1}, {"capacity": "exact"}):
+        out = dense64(sampled_matmul(x, weight, strategies.pack_as(mask, **chosen)))
         assert_exact(out.to(dtype), torch.where(mask != 0, x.double() @ weight.double().t(), 0))
 
 
 @pytest.mark.parametrize("index", [30, -2, 1 << 30])
 def test_bad_indices(index: int, dtype: torch.dtype, device: torch.device, mode: str) -> None:
     """They raise on the CPU and become NaN on the GPU."""
-    indices = torch.tensor([[3, 4], [5, 6]], dtype=torch.int32, device=device)
-    pattern = ELL(torch.ones(2, 2, dtype=dtype, device=device), indices, indices.new_full((2,), 2), (2, 30))
-    indices[1, 1] = index
+    indices, spans = torch.tensor([3, 4, 5, 6], dtype=torch.int32, device=device), torch.tensor([[0, 2], [2, 2]])
+    pattern = Rows(torch.ones(4, dtype=dtype, device=device), indices, spans.to(device), (2, 30))
+    indices[3] = index
     x, weight = torch.ones(2, 8, dtype=dtype, device=device), torch.ones(30, 8, dtype=dtype, device=device)
     if mode == "cpu":
         with pytest.raises(ValueError, match=rf"indices must lie in \[0, N\) with N = 30.* {index}"):
             sampled_matmul(x, weight, pattern)
     else:
-        assert_exact(sampled_matmul(x, weight, pattern).values, torch.tensor([[8, 8], [8, math.nan]]).double())
+        assert_exact(sampled_matmul(x, weight, pattern).values, torch.tensor([8, 8, 8, math.nan]).double())
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
 def test_gradcheck(options: dict[str, int]) -> None:
-    pattern = pack(random_rows((2, 2, 9), l0=[0, 2, 9, 3], dtype=torch.float64), **options)
+    pattern = strategies.pack_as(random_rows((2, 2, 9), l0=[0, 2, 9, 3], dtype=torch.float64), **options)
     x = torch.randn(2, 2, 4, dtype=torch.float64, requires_grad=True)
     weight = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
 
@@ -171,7 +146,7 @@ def test_gradcheck(options: dict[str, int]) -> None:
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
 def test_second_derivatives(options: dict[str, int], device: torch.device, generator: torch.Generator) -> None:
     filled = random_rows((4, 30), l0=[0, 2, 9, 3], device=device, generator=generator)
-    pattern = pack(filled, **options)
+    pattern = strategies.pack_as(filled, **options)
     leaves = [torch.randn(rows, 5, device=device, generator=generator) for rows in (4, 30)]
     towards = [torch.randn(leaf.shape, device=device, generator=generator) for leaf in leaves]
 
@@ -183,7 +158,7 @@ def test_second_derivatives(options: dict[str, int], device: torch.device, gener
     def dense(x: Tensor, weight: Tensor) -> Tensor:
         return torch.where(filled != 0, x @ weight.t(), 0)
 
-    ours = twice(torch.float32, lambda x, weight: unpack(sampled_matmul(x, weight, pattern)))
+    ours = twice(torch.float32, lambda x, weight: sampled_matmul(x, weight, pattern).to_dense())
     for a, b, c in zip(ours, twice(torch.float64, dense), twice(torch.float32, dense)):
         assert_close(a, reference64=b, plain=c)
 
@@ -195,7 +170,7 @@ def test_bitwise_reproducible(device: torch.device, generator: torch.Generator, 
     results = []
     for _ in range(2):
         # The buffers hold whatever was in memory where no entry is.
-        out = unpack(sampled_matmul(x, weight, pattern))
+        out = sampled_matmul(x, weight, pattern).to_dense()
         results.append((out, *torch.autograd.grad(out, (x, weight), out)))
     for first, second in zip(*results):
         assert torch.equal(first, second)
@@ -219,7 +194,7 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"pattern": torch.ones(2, 5)}, TypeError, "pattern must be an ELL, CSR or TwELL of rowsparse, got Tensor"),
+        ({"pattern": torch.ones(2, 5)}, TypeError, "pattern must be rowsparse.Rows, got Tensor"),
         ({"x": torch.ones(2, 4)}, ValueError, r"x must have shape \[..., D\] = \[2, 3\] like pattern and weight"),
         ({"x": torch.ones(1, 3)}, ValueError, r"x must have shape \[..., D\] = \[2, 3\] .* got \[1, 3\]"),
         ({"x": torch.ones(2, 3).long()}, TypeError, "x must be float32.* got int64"),
@@ -235,13 +210,14 @@ def test_errors(change, error: type[Exception], message: str) -> None:
         sampled_matmul(**arguments)
 
 
-def test_the_pattern_may_be_a_csr(device: torch.device) -> None:
-    """Row offsets of a hand-built CSR with an empty first and last row."""
-    indices = torch.tensor([1, 1, 3], dtype=torch.int32, device=device)
-    pattern = CSR(torch.tensor([0, 0, 3, 3], device=device), indices, torch.zeros(3, device=device), (3, 4))
+def test_spans_in_any_order(device: torch.device) -> None:
+    """Rows that a user has laid out by hand, with an empty first and last one."""
+    indices = torch.tensor([9, 1, 1, 3], dtype=torch.int32, device=device)
+    spans = torch.tensor([[4, 1, 0], [0, 3, 0]], device=device)
+    pattern = Rows(torch.zeros(4, device=device), indices, spans, (3, 4))
     x = torch.arange(6.0, device=device).view(3, 2)
     out = sampled_matmul(x, torch.arange(8.0, device=device).view(4, 2), pattern)
-    assert out.packed.values.tolist() == [13, 13, 33] and out.source is None
+    assert out.packed.values.tolist() == [0, 13, 13, 33] and out.source is None
 
 
 @pytest.mark.native
@@ -257,5 +233,5 @@ def test_on_the_cpu_many_entries_are_picked_from_blocks(
     x, weight = (random_rows(shape, l0=5, dtype=dtype, integers=True) for shape in ((7, 5), (17, 5)))
     weight[(pattern == 0).all(0)] = float("nan")
     wanted = torch.where(pattern != 0, x.double() @ weight.double().t(), 0)
-    for rows in (pack(pattern, capacity=17), pack(pattern, format="csr")):
+    for rows in (pack(pattern, capacity=17), pack(pattern, capacity="exact")):
         assert_exact(sampled_matmul(x, weight, rows).to_dense(), wanted)

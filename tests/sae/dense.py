@@ -6,18 +6,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer import rowsparse, sae
+from gossamer import sae
 from gossamer.gemm import BatchTopK, JumpReLU, TopK
+from gossamer.rowsparse import Rows
 from gossamer.sae.encode_path import choose_path
 
-FORMATS: list[dict[str, Any]] = [
-    {"format": "csr"},
-    {"format": "csr", "max_nnz": 3000},
-    {"format": "csr", "max_nnz": 15},
-    {"format": "twell", "tile": 16, "slots": 16},
-    {"format": "twell", "tile": 16, "slots": 2},
-]
-"""Containers other than ELL, by what `rowsparse.pack` is told; some of their rows overflow."""
+PACKINGS: list[dict[str, Any]] = [{"capacity": "exact"}, {"capacity": 6}, {"room": 3000}, {"room": 15}]
+"""Arguments of `strategies.pack_as`; some of the rows overflow."""
+
+
+def encode_with_l0(*args: Any, **options: Any) -> tuple[Rows, Tensor]:
+    """(latents, their L0)"""
+    rows = sae.encode(*args, **options)
+    return rows, rows.l0
+
+
+def in_slots(rows: Rows, part: str) -> Tensor:
+    """Buffers in which every row has the same number of slots, as a matrix."""
+    return getattr(rows.packed, part).view(rows.num_rows, -1)
 
 
 def valued(
@@ -61,11 +67,11 @@ def check_path(path: str, m: int, n: int, capacity: int, jump: bool, generator: 
     """ReLU or JumpReLU of [m, n] goes that way, and comes out right."""
     # Whole numbers: pre-activations are exact, and many are equal.
     x, weight = (whole(shape, 2, generator, torch.float32) for shape in ((m, 6), (6, n)))
-    assert choose_path("relu", m, 0, capacity, capacity < n, weight) == path
+    assert choose_path("relu", m, 0, capacity, weight) == path
     threshold = torch.arange(n, device=x.device) % 4 + 0.5
     rows = sae.encode(x, weight, None, JumpReLU(threshold) if jump else "relu", capacity=capacity)
     z = x @ weight
     kept = selected(z, "jumprelu", threshold=threshold) if jump else selected(z, "relu")
     wanted = torch.where(kept, z, 0)
-    assert torch.equal(rowsparse.unpack(rows), wanted)
-    assert torch.equal(rows.packed.counts, (wanted != 0).sum(1).int())
+    assert torch.equal(rows.to_dense(), wanted)
+    assert torch.equal(rows.counts, (wanted != 0).sum(1))

@@ -16,7 +16,7 @@ def calls(device: torch.device) -> None:
 
 
 def _decode(device: torch.device) -> None:
-    for options in ({"capacity": 8}, {"capacity": N}, {"method": "exact"}):
+    for options in ({"capacity": 8}, {"capacity": N}):
         for bias in (True, False):
             acts, W, b = leaves(device)
             sae.decode(acts, W, b if bias else None, **options).sum().backward()
@@ -37,13 +37,13 @@ def _encode(device: torch.device) -> None:
         {"activation": gemm.BatchTopK(4)},
         {"activation": gemm.TopK(4, torch.rand(N, device=device))},
     ):
-        rows, l0 = sae.encode_with_l0(x, W, b, **options)
+        rows = sae.encode(x, W, b, **options)
         scale = torch.rand(N, device=device, requires_grad=True)
-        (rows.to_dense().sum() + l0.sum() + sae.tanh_l0(rows, scale).sum()).backward()
+        (rows.to_dense().sum() + rows.l0.sum() + sae.tanh_l0(rows, scale).sum()).backward()
         sae.count_fired(rows)
         smallest(rows, torch.ones(rows.num_columns, device=device))
     sae.encode(x.detach(), W, activation="relu", capacity=3).to_dense().sum().backward()
-    sae.encode(x, W, b, gemm.BatchTopK(4), format="csr").to_dense().sum().backward()
+    sae.encode(x, W, b, capacity="exact").to_dense().sum().backward()
     y = torch.randn(D, 3, device=device).t().requires_grad_()
     (grad,) = torch.autograd.grad(squared_error(x, y).sum(), y, create_graph=True)
     grad.square().sum().backward()

@@ -16,9 +16,10 @@ NAN, INF = math.nan, math.inf
 
 
 def check(z: Tensor, k: int, bias: Tensor | None = None, scale: Tensor | None = None) -> Tensor:
-    """kth and need by definition, and the entries of the rows that have lists, which it returns."""
+    """kth, need and entries by definition; which rows have lists."""
     before = z.clone()
-    found = batchtopk.find(z, bias, k, scale)
+    spans = torch.empty(2, z.shape[0], dtype=torch.int64, device=z.device)
+    found = batchtopk.find(z, bias, k, scale, spans)
     pre = z if bias is None else (z.float() + bias.float()).to(z.dtype)
     keys = keys_of(pre if scale is None else (pre.float() * scale.float()).to(z.dtype))
     m, (wanted, room) = z.shape[0], definition(keys.view(1, -1), k * z.shape[0])
@@ -30,28 +31,15 @@ def check(z: Tensor, k: int, bias: Tensor | None = None, scale: Tensor | None = 
     assert found.need.minimum(ties).tolist() == taken.tolist()
     listed = found.reach <= found.length
     kept = (keys > wanted) | (equal & (equal.cumsum(1) <= taken[:, None]))
-    capacity = 2 * k
-    values, indices = (
-        torch.full((m, capacity), NAN, device=z.device, dtype=z.dtype),
-        found.columns.new_empty(m, capacity),
-    )
-    nnz, l0 = torch.full_like(found.kth, -7), torch.full((m,), NAN, device=z.device)
-    # With and without word of the rows whose entries do not all fit.
-    batchtopk.emit(z, bias, scale, found, tuple(map(torch.clone, (values, indices, nnz, l0))), False)
-    assert torch.equal(found.reach <= found.length, listed)
-    batchtopk.emit(z, bias, scale, found, (values, indices, nnz, l0), True)
+    values, indices, again, l0 = batchtopk.batch_topk(z, bias, k, scale)
+    counts = kept.sum(1)
+    assert torch.equal(spans[1], counts) and torch.equal(spans[0], counts.cumsum(0) - counts)
+    assert torch.equal(again, spans) and torch.equal(l0.long(), counts)
     assert torch.equal(z.nan_to_num(77), before.nan_to_num(77))
-    for row in range(0, m, -(-m // 64)):
-        if not listed[row]:
-            assert nnz[row] == -7
-            continue
-        columns = kept[row].nonzero().squeeze(1)
-        assert nnz[row] == l0[row] == len(columns)
-        assert (found.reach[row] > found.length) == (len(columns) > capacity)
-        columns = columns[:capacity]
-        assert indices[row].tolist() == columns.tolist() + [-1] * (capacity - len(columns))
-        assert torch.equal(values[row, : len(columns)].nan_to_num(77), pre[row, columns].nan_to_num(77))
-        assert not values[row, len(columns) :].any()
+    columns, total = kept.nonzero()[:, 1], int(counts.sum())
+    assert torch.equal(indices[:total].long(), columns)
+    assert torch.equal(values[:total].nan_to_num(77), pre[kept].nan_to_num(77))
+    assert (indices[total:] == -1).all() and not values[total:].any() and len(values) == k * m
     return listed
 
 
@@ -135,12 +123,13 @@ def test_ties_of_many_rows(m: int, device: torch.device, generator: torch.Genera
     for left in (0, 1, 5000, 5_000_000_000):
         words = torch.tensor([1, 0, 7, left], device=device)
         kth, need = torch.full((2, m), -1, device=device, dtype=torch.int32)
-        offsets = torch.full((m + 1,), -1, device=device)
-        args = (words, ties, above, kth, need, offsets, m, 2)
+        spans = torch.full((2, m), -1, device=device)
+        args = (words, ties, above, kth, need, spans, m, 2)
         batchtopk._share_ties_kernel((1, 1, 1), args, {"BLOCK": 4096}, num_warps=8)
         assert (kth == 7).all()
         assert torch.equal(need, (left - before).clamp(0, 2).to(torch.int32))
-        assert torch.equal(offsets, torch.nn.functional.pad((above + need.minimum(ties)).cumsum(0), (1, 0)))
+        counts = (above + need.minimum(ties)).long()
+        assert torch.equal(spans, torch.stack([counts.cumsum(0) - counts, counts]))
 
 
 @pytest.mark.gpu

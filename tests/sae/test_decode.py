@@ -1,4 +1,4 @@
-"""Sparse decoding: every method, shape and input against dense float64."""
+"""Sparse decoding: every shape and input against dense float64."""
 
 import itertools
 import math
@@ -19,9 +19,8 @@ from tests import strategies
 from tests.conftest import DTYPES, MODE
 
 NAN, INF = math.nan, math.inf
-METHODS = ("auto", "exact", "fixed", "dense")
 
-# Those of jumprelu-sae-kernels: B, d_sae, d_in, L0 for each dtype and method. The interpreter takes what it can bear.
+# Those of jumprelu-sae-kernels: B, d_sae, d_in, L0 for each dtype. The interpreter takes what it can bear.
 CONFIGURATIONS = list(itertools.product((1, 4, 32), (256, 1024, 16384), (128, 512, 768), (1, 8, 100)))
 if MODE == "interpreter":
     CONFIGURATIONS = [c for c in CONFIGURATIONS if c[0] <= 4 and c[1] <= 1024 and c[2] == 128]
@@ -47,19 +46,20 @@ def configuration(
 
 @pytest.mark.parametrize("B, F, D, l0", MARKED)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("method", ["exact", "fixed", "auto"])
+@pytest.mark.parametrize("listed", ["exact", "gathered", "as it comes"])
 def test_configurations_of_the_seed(
-    method: str, dtype: torch.dtype, B: int, F: int, D: int, l0: int, device: torch.device
+    listed: str, dtype: torch.dtype, B: int, F: int, D: int, l0: int, device: torch.device
 ) -> None:
     acts, W, reference, plain = configuration(B, F, D, l0, dtype, device)
-    out = decode(acts, W, method=method, capacity=l0 if method == "fixed" else None)
+    latents = pack(acts, capacity="exact") if listed == "exact" else acts
+    out = decode(latents, W, capacity=l0 if listed == "gathered" else None)
     assert out.dtype is dtype
     assert_close(out, reference64=reference, plain=plain)
 
 
 @given(data=st.data())
 def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
-    """Every method, with small integers that no dtype rounds."""
+    """Small integers, which no dtype rounds."""
     acts = data.draw(strategies.dense(dtype, device))
     n, depth = acts.shape[-1], data.draw(strategies.DEPTHS)
     W = data.draw(strategies.matrix(n, depth, dtype, device))
@@ -69,10 +69,7 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
     for options in (
         {},
         {"capacity": data.draw(st.integers(1, 70))},
-        {"method": "exact"},
-        {"method": "fixed", "capacity": max(n, 1)},
-        {"method": "fixed", "capacity": max(n, 1), "validate": False},
-        {"method": "dense"},
+        {"capacity": max(n, 1)},
     ):
         out = decode(acts, W, b, **options)
         assert out.dtype is dtype
@@ -89,7 +86,7 @@ def test_any_shape_backward(data: st.DataObject, dtype: torch.dtype, device: tor
     m = math.prod(acts.shape[:-1])
     grad = data.draw(strategies.matrix(m, depth, dtype, device)).reshape(*acts.shape[:-1], depth)
     flat, dense = grad.double().reshape(m, depth), acts.detach().double().reshape(m, n)
-    for options in ({"capacity": data.draw(st.integers(1, 70))}, {"method": "exact"}):
+    for options in ({"capacity": data.draw(st.integers(1, 70))}, {}):
         ours = torch.autograd.grad(decode(acts, W, b, **options), (acts, W, b), grad)
         assert_exact(ours[0].reshape(m, n), (flat @ W.detach().double().t()) * (dense != 0), name=f"acts, {options}")
         assert_exact(ours[1], dense.t() @ flat, name=f"W_dec, {options}")
@@ -102,22 +99,27 @@ def test_containers(data: st.DataObject, dtype: torch.dtype, device: torch.devic
     depth = data.draw(strategies.DEPTHS)
     W = data.draw(strategies.matrix(rows.num_columns, depth, dtype, device))
     b = data.draw(strategies.matrix(1, depth, dtype, device))[0]
-    for method in ("auto", "dense"):
-        assert_exact(decode(rows, W, b, method=method), dense64(rows) @ W.double() + b.double(), name=method)
+    assert_exact(decode(rows, W, b), dense64(rows) @ W.double() + b.double())
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("capacity", [40, None])
 @pytest.mark.parametrize("with_bias", [pytest.param(False, marks=pytest.mark.full), True])
 @pytest.mark.parametrize("m, n", [(7, 700), (7, 2100), (40, 5000), (600, 700), (520, 2100)])
 def test_error_budget(
-    method: str, with_bias: bool, m: int, n: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+    capacity: int | None,
+    with_bias: bool,
+    m: int,
+    n: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
 ) -> None:
     """One launch or two, chunks of rows or whole rows, with rows that are empty and full, forward and backward."""
     if MODE == "interpreter" and m > 7:
         pytest.skip("large for the interpreter")
     elif MODE == "cpu" and dtype is torch.float16:
         m = min(m, 40)
-    counts = [0, 1, 7, full(n) if method != "fixed" else 40] + [20] * (m - 4)
+    counts = [0, 1, 7, full(n)] + [20] * (m - 4)
     acts = random_rows((m, n), l0=counts, dtype=dtype, device=device, generator=generator).requires_grad_()
     d = 36 if MODE == "interpreter" else 72
     W = torch.randn(n, d, device=device, generator=generator).to(dtype).requires_grad_()
@@ -131,7 +133,7 @@ def test_error_budget(
         out = acts @ W
         return out if b is None else (out + b).to(out.dtype)
 
-    out = decode(acts, W, b, method=method, capacity=40 if method in ("auto", "fixed") else None)
+    out = decode(acts, W, b, capacity=capacity)
     reference, usual = plain(*exact), plain(*inputs)
     # Where most of a few rows hold little, plain PyTorch's largest error is that of one row, and a matter of luck.
     magnitude = (exact[0].detach().square() @ exact[1].detach().square()).sqrt()
@@ -187,7 +189,7 @@ def test_special_values(n: int, dtype: torch.dtype, device: torch.device, genera
     acts = random_rows((5, n), l0=4, **options)
     acts[0, 3], acts[1, 5], acts[2, 3], acts[2, n - 1], acts[3] = NAN, INF, INF, -INF, -0.0
     W = random_rows((n, 10), l0=10, **options)
-    for chosen in ({}, {"capacity": 3}, {"capacity": n}, {"method": "exact"}, {"method": "fixed", "capacity": 6}):
+    for chosen in ({}, {"capacity": 3}, {"capacity": n}):
         assert_exact(decode(acts, W, **chosen), acts.double() @ W.double(), name=str(chosen))
 
 
@@ -201,8 +203,8 @@ def test_unselected_decoder_rows_do_not_show(
     acts[:, 11], acts[:2, 9], acts[2, 9] = 0, 0, 1
     W[11], W[9, 4] = NAN, INF
     selected = torch.where(acts[..., None] != 0, acts[..., None].double() * W.double(), 0).sum(1)
-    for chosen in ({"capacity": 20}, {"method": "exact"}, {"method": "fixed", "capacity": 20}):
-        assert_exact(decode(acts, W, **chosen), selected, name=str(chosen))
+    assert_exact(decode(acts, W, capacity=20), selected)
+    assert_exact(decode(pack(acts, capacity="exact"), W), selected)
 
 
 def test_repeated_calls(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
@@ -222,7 +224,7 @@ def test_repeated_calls(dtype: torch.dtype, device: torch.device, generator: tor
                 assert_exact(out.squeeze(1), reference, name=f"{counts}, {capacity}, 3-D")
 
 
-@pytest.mark.parametrize("options", [{}, {"capacity": 16}, {"method": "dense"}, {"method": "exact"}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"capacity": 16}], ids=str)
 def test_out_dtype(
     options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -241,7 +243,7 @@ def test_out_dtype(
 @pytest.mark.native
 @pytest.mark.parametrize(
     "options",
-    [{}, {"capacity": 2}, {"capacity": 9}, {"method": "exact"}, {"method": "fixed", "capacity": 9}],
+    [{}, {"capacity": 2}, {"capacity": 9}],
     ids=str,
 )
 def test_gradcheck(options: dict[str, int]) -> None:
@@ -285,18 +287,6 @@ def test_bitwise_batch_invariant(
     alone = decode(acts[:1], W, capacity=32)
     for rows in (2, m):
         assert torch.equal(decode(acts[:rows], W, capacity=32)[:1], alone)
-
-
-def test_fixed_overflow(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
-    options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
-    acts, W = random_rows((4, 80), l0=[3, 9, 0, 7], **options), random_rows((80, 8), l0=8, **options)
-    message = "sae.decode: a row of acts has 9 entries, more than capacity = 8. Raise capacity to 9, or use method="
-    with pytest.raises(ValueError, match=message):
-        decode(acts, W, method="fixed", capacity=8)
-    kept = acts.clone()
-    kept[1, acts[1].nonzero()[8]] = 0
-    assert_exact(decode(acts, W, method="fixed", capacity=8, validate=False), kept.double() @ W.double())
-    assert_exact(decode(acts, W, method="fixed", capacity=9), acts.double() @ W.double())
 
 
 @pytest.mark.native
@@ -347,13 +337,9 @@ def test_autocast(
         ({"b_dec": [1.0] * 3}, TypeError, "b_dec must be a torch.Tensor, got list"),
         ({"acts": pack(torch.ones(2, 5)), "b_dec": [1.0] * 3}, TypeError, "b_dec must be a torch.Tensor, got list"),
         ({"acts": torch.eye(5).to_sparse()}, TypeError, "acts must be a strided tensor, got layout sparse_coo"),
-        ({"acts": pack(torch.ones(2, 5)), "method": "fixed"}, ValueError, 'method="fixed" packs dense .* is a ELL'),
-        ({"method": ["auto"]}, ValueError, r"method must be one of .* got \['auto'\]"),
-        ({"method": "best"}, ValueError, "method must be one of auto, exact, fixed, dense, got 'best'"),
         ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
         ({"capacity": -3}, ValueError, "capacity must be at least 1, got -3"),
         ({"capacity": 1.5}, TypeError, "capacity must be an int, got float"),
-        ({"method": "fixed"}, ValueError, 'method="fixed" needs capacity'),
         ({"out_dtype": torch.int64}, TypeError, "out_dtype must be"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
@@ -368,9 +354,9 @@ def test_errors(change, error: type[Exception], message: str) -> None:
 def test_bias_and_wide_results_are_rounded_once(device: torch.device) -> None:
     acts, W = torch.ones(40, 301, device=device), torch.ones(301, 32, device=device)
     b = torch.full((32,), -300.75, device=device)
-    for options in ({"method": "exact"}, {"capacity": 500}, {"capacity": 5}):
+    for options in ({"capacity": 500}, {"capacity": 5}):
         assert (decode(acts.bfloat16(), W.bfloat16(), b, **options) == 0.25).all(), options
-    for options in ({}, {"method": "dense"}, {"method": "exact"}, {"capacity": 500}):
+    for options in ({}, {"capacity": 500}):
         with torch.autocast(device.type, torch.bfloat16):
             wide = decode(acts, W + 1 / 128, out_dtype=torch.float32, **options)
         assert (wide == 301 * (1 + 1 / 128)).all(), options
@@ -398,8 +384,8 @@ def test_any_default_dtype(default: torch.dtype, dtype: torch.dtype, device: tor
     )
     torch.set_default_dtype(default)
     try:
-        for method in ("auto", "exact", "dense"):
-            assert_exact(decode(acts, W, method=method), acts.double() @ W.double(), name=method)
+        for latents in (acts, pack(acts, capacity="exact")):
+            assert_exact(decode(latents, W), acts.double() @ W.double())
         assert_exact(decode(acts, W, capacity=4), acts.double() @ W.double())
     finally:
         torch.set_default_dtype(torch.float32)
@@ -415,7 +401,7 @@ def test_second_derivatives_are_refused(device: torch.device) -> None:
 def test_meta_tensors() -> None:
     acts, W, b = (torch.ones(shape, device="meta") for shape in ((2, 3, 500), (500, 16), (16,)))
     for latents in (acts, pack(acts, capacity=8)):
-        assert decode(latents, W, b, method="dense" if latents is acts else "auto").shape == (2, 3, 16)
+        assert decode(latents, W, b, capacity=8 if latents is acts else None).shape == (2, 3, 16)
     assert decode(acts, W, b, capacity=8).device.type == "meta"
 
 

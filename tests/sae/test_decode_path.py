@@ -14,25 +14,26 @@ from gossamer.sae import decode_path
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sae.md").read_text()
 SECTION = PAGE.partition("### The path of decode")[2].partition("\n## ")[0]
-ROWS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if "| `" in line]
-CALLS = [row for row in ROWS if len(row) == 6]
+LINES = [line for line in SECTION.splitlines() if line.startswith("|") and "`" in line]
+ROWS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in LINES]
+CALLS = [row for row in ROWS if len(row) == 5]
 
 
 @pytest.mark.usefixtures("h200")
 @pytest.mark.parametrize("row", CALLS, ids=" ".join)
 def test_the_table_of_the_docs(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    method, rows, d_sae, device, gradient, path = row
+    rows, d_sae, device, gradient, path = row
     monkeypatch.setattr(decode_path, "INTERPRET", False)
     kind = device.partition(",")[0].lower()
     where = torch.device(kind, 99) if kind == "cuda" else torch.device(kind)
     weight: Any = SimpleNamespace(device=where, is_cuda=kind == "cuda", element_size=lambda: 2)
     m, n = (int(cell.replace(",", "")) for cell in (rows, d_sae))
-    assert decode_path.choose_path(m, n, 768, weight, method, keep=gradient == "yes") == path
+    assert decode_path.choose_path(m, n, 768, weight, keep=gradient == "yes") == path
 
 
 def test_the_docs_name_every_path() -> None:
     named = {row[0] for row in ROWS if len(row) == 2}
-    assert named == set(get_args(decode_path.Path)) == {row[5] for row in CALLS}
+    assert named == set(get_args(decode_path.Path)) == {row[4] for row in CALLS}
 
 
 def test_what_runs_is_named(device: torch.device, mode: str) -> None:
@@ -40,9 +41,7 @@ def test_what_runs_is_named(device: torch.device, mode: str) -> None:
     acts, weight = torch.randn(2, 3, 4100, device=device), torch.randn(4100, 8, device=device)
     calls: dict[str, dict[str, Any]] = {
         "one_launch": {"capacity": 9},
-        "lists": {"method": "fixed", "capacity": 4100},
-        "csr": {"method": "exact"},
-        "dense": {"method": "dense"},
+        "dense": {},
     }
     with torch.no_grad():
         for options in calls.values():
@@ -51,7 +50,7 @@ def test_what_runs_is_named(device: torch.device, mode: str) -> None:
             for options in calls.values():
                 sae.decode(acts, weight, **options)
     names = {event.key for event in seen.key_averages() if "::sae.decode/" in event.key}
-    kept = set(calls) if mode != "cpu" else {"csr", "dense"}
+    kept = set(calls) if mode != "cpu" else {"dense"}
     assert names == {f"gossamer::sae.decode/{path}" for path in kept}
 
 

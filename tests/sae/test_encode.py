@@ -11,32 +11,46 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer import gemm
-from gossamer.rowsparse import ELL
-from gossamer.sae import count_fired, decode, encode, encode_with_l0
+from gossamer.rowsparse import Rows
+from gossamer.rowsparse.pack import check_capacity
+from gossamer.sae import count_fired, decode, encode
 from gossamer.testing import assert_close, assert_exact, dense64
 from tests import strategies
-from tests.sae.dense import selected, valued, whole
+from tests.sae.dense import encode_with_l0, selected, valued, whole
 
 NAN, INF = math.nan, math.inf
 ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
 
 
-def check(rows: ELL, acts: Tensor, capacity: int) -> None:
-    """The invariants of an ELL that holds what differs from 0 in dense float64 acts."""
+def check(rows: Rows, acts: Tensor, capacity: int | None = None) -> None:
+    """The invariants of the entries that differ from 0 in dense float64 acts, in `capacity` slots a row if that is
+    known."""
     flat = acts.reshape(math.prod(acts.shape[:-1]), acts.shape[-1])
     counts = (flat != 0).sum(1)
-    assert rows.shape == tuple(acts.shape) and rows.capacity == capacity
-    values, indices, nnz, _ = rows.packed
-    assert nnz.tolist() == counts.tolist()
-    for row, count in enumerate(counts.tolist()):
-        held = min(count, capacity)
-        columns = flat[row].nonzero().squeeze(1)[:held]
-        assert indices[row, :held].tolist() == columns.tolist()
-        assert_exact(values[row, :held], flat[row, columns])
-        assert (indices[row, held:] == -1).all() and (values[row, held:] == 0).all()
+    assert rows.shape == tuple(acts.shape)
+    values, indices, spans, _ = rows.packed
+    assert capacity is None or len(values) == len(flat) * capacity
+    assert rows.counts.tolist() == counts.tolist()
+    held = torch.zeros(len(values), dtype=torch.bool, device=values.device)
+    for row, (first, count) in enumerate(spans.t().tolist()):
+        if first + count > len(values):
+            assert capacity is not None and count > capacity
+            continue
+        assert capacity is None or first == row * capacity
+        columns = flat[row].nonzero().squeeze(1)
+        assert indices[first : first + count].tolist() == columns.tolist()
+        assert_exact(values[first : first + count], flat[row, columns])
+        held[first : first + count] = True
+    if not rows.overflowed:
+        assert (indices[~held] == -1).all() and (values[~held] == 0).all()
     assert_exact(dense64(rows), acts)
     assert_exact(rows.to_dense(), acts)
     assert count_fired(rows).tolist() == (flat != 0).sum(0).tolist()
+
+
+def capacities(activation: str, *others: Any) -> tuple[Any, ...]:
+    """Those that an activation takes."""
+    return (None, *others) if activation in ("relu", "jumprelu") else (None,)
 
 
 def options_for(activation: str, n: int, k: int, threshold: Tensor) -> dict[str, Any]:
@@ -59,7 +73,9 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
     threshold = whole((n,) if data.draw(st.booleans()) else (), 4, generator, torch.float32)
     threshold = strategies.laid_out(threshold, data.draw(strategies.LAYOUTS))
     options = options_for(activation, n, data.draw(st.integers(1, 12)), threshold)
-    capacity = data.draw(st.one_of(st.none(), st.integers(1, 70)))
+    capacity = None
+    if activation in ("relu", "jumprelu"):
+        capacity = data.draw(st.one_of(st.none(), st.just("exact"), st.integers(1, 70)))
     scale = None
     if activation in ("topk", "batchtopk") and data.draw(st.booleans()):
         # Powers of 2: no dtype rounds their products.
@@ -67,9 +83,15 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
     rows, l0 = encode_with_l0(x, W, b, **valued(b_dec=b_dec, capacity=capacity, scale=scale, **options))
     z = (x.double() - (0 if b_dec is None else b_dec.double())) @ W.double() + (0 if b is None else b.double())
     acts = torch.where(selected(z if scale is None else z * scale.double(), **options), z, 0)
-    most = options["k"] if activation == "topk" else n
-    check(rows, acts, min(most, capacity or (most if activation == "topk" else 128)) if most else 0)
-    assert rows.dtype is dtype and (rows.source is None) == (rows.capacity == most)
+    slots = None
+    if activation in ("relu", "jumprelu"):
+        slots = None if capacity == "exact" else min(n, capacity or 128)
+        assert (rows.source is None) == (slots in (None, n))
+    else:
+        assert rows.source is None and len(rows.values) == options["k"] * rows.num_rows
+        slots = options["k"] if activation == "topk" else None
+    check(rows, acts, slots)
+    assert rows.dtype is dtype
     assert l0.shape == tuple(leading) and l0.dtype is torch.float32
     assert l0.tolist() == (acts != 0).sum(-1).tolist()
 
@@ -89,15 +111,13 @@ def test_every_way_through_the_rows(
     options = options_for(activation, n, 40, threshold)
     z = x.double() @ W.double() + b.double()
     acts = torch.where(selected(z, **options), z, 0)
-    for capacity in (None, 3, n) if mode != "interpreter" else (None, 3):
-        rows = encode(x, W, b, **valued(capacity=capacity, **options))
-        check(rows, acts, rows.capacity)
+    for capacity in capacities(activation, 3, n, "exact") if mode != "interpreter" else capacities(activation, 3):
+        slots = check_capacity("", capacity, n) if activation in ("relu", "jumprelu") else None
+        check(encode(x, W, b, **valued(capacity=capacity, **options)), acts, slots)
     if activation in ("topk", "batchtopk"):
         scale = whole((n,), 1, generator, torch.float32).exp2()
         acts = torch.where(selected(z * scale.double(), **options), z, 0)
-        for capacity in (None, 3):
-            rows = encode(x, W, b, **valued(capacity=capacity, scale=scale.to(dtype), **options))
-            check(rows, acts, rows.capacity)
+        check(encode(x, W, b, **valued(scale=scale.to(dtype), **options)), acts)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -126,7 +146,7 @@ def test_ties_go_to_the_lowest_index(activation: str, dtype: torch.dtype, device
     W = torch.ones(1, 100, device=device, dtype=dtype)
     W[0, 70] = 2
     x = torch.tensor([[1.0], [2.0], [1.0]], device=device, dtype=dtype)
-    columns = [row[row >= 0].tolist() for row in encode(x, W, None, **valued(activation, k=3)).indices]
+    columns = [row.nonzero().squeeze(1).tolist() for row in encode(x, W, None, **valued(activation, k=3)).to_dense()]
     if activation == "topk":
         assert columns == [[0, 1, 70]] * 3
     else:
@@ -134,38 +154,37 @@ def test_ties_go_to_the_lowest_index(activation: str, dtype: torch.dtype, device
         assert columns == [[70], [0, 1, 2, 3, 4, 5, 6, 70], []]
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-@pytest.mark.parametrize("capacity", [None, 2])
+@pytest.mark.parametrize(
+    "activation, capacity", [*((name, None) for name in ACTIVATIONS), ("relu", 2), ("jumprelu", 2)]
+)
 def test_not_a_number_and_infinity(
-    activation: str, capacity: int | None, dtype: torch.dtype, device: torch.device, mode: str
+    activation: str, capacity: int | None, dtype: torch.dtype, device: torch.device
 ) -> None:
     b = torch.tensor([0.0, NAN, 3.0, -NAN, INF, -INF, -1.0, 2.0, -0.0], device=device)
     x, W = torch.zeros(2, 4, device=device, dtype=dtype), torch.zeros(4, 9, device=device, dtype=dtype)
     options = options_for(activation, 9, 4, torch.full((9,), 2.0, device=device))
     rows = encode(x, W, b, **valued(capacity=capacity, **options))
     kept = [1, 2, 3, 4, 7] if activation == "relu" else [1, 2, 3, 4]
-    assert rows.nnz_per_row.tolist() == [len(kept)] * 2
-    if capacity is None:
-        assert [row[row >= 0].tolist() for row in rows.indices] == [kept] * 2
+    assert rows.counts.tolist() == [len(kept)] * 2
     expected = torch.zeros(2, 9, dtype=torch.float64, device=device)
     expected[:, kept] = b[kept].double()
     assert_exact(rows.to_dense(), expected)
     few = options_for(activation, 9, 2, torch.full((9,), 2.0, device=device))
     if "k" in few:
-        assert [row[row >= 0].tolist() for row in encode(x, W, b, **valued(**few)).indices] == [[1, 3], [1, 3]]
+        assert encode(x, W, b, **valued(**few)).indices.tolist() == [1, 3, 1, 3]
 
 
 def test_a_threshold_that_is_not_a_number_keeps_everything(dtype: torch.dtype, device: torch.device) -> None:
     x, W = torch.ones(2, 1, device=device, dtype=dtype), torch.arange(-3, 4, device=device, dtype=dtype)[None]
     rows = encode(x, W, activation=gemm.JumpReLU(torch.tensor(NAN, device=device)))
-    assert rows.nnz_per_row.tolist() == [7, 7]
+    assert rows.counts.tolist() == [7, 7]
 
 
 def test_nothing_to_keep(dtype: torch.dtype, device: torch.device) -> None:
     x, W = torch.zeros(3, 4, device=device, dtype=dtype), torch.ones(4, 50, device=device, dtype=dtype)
     for activation in ACTIVATIONS:
         rows = encode(x, W, **valued(**options_for(activation, 50, 5, torch.zeros((), device=device))))
-        assert rows.nnz_per_row.tolist() == [0, 0, 0] and (rows.indices == -1).all() and (rows.values == 0).all()
+        assert rows.counts.tolist() == [0, 0, 0] and (rows.indices == -1).all() and (rows.values == 0).all()
 
 
 def test_k_may_be_all(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
@@ -176,18 +195,14 @@ def test_k_may_be_all(dtype: torch.dtype, device: torch.device, generator: torch
         assert_exact(rows.to_dense(), reference)
 
 
-@pytest.mark.parametrize("capacity", [None, 3])
-def test_batchtopk_of_one_row_is_topk(
-    capacity: int | None, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
+def test_batchtopk_of_one_row_is_topk(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     x, W, b = (whole(shape, 2, generator, dtype) for shape in ((1, 4), (4, 300), (300,)))
     for scale in (None, torch.linspace(0.5, 2, 300, device=device, dtype=dtype)):
         by_row, by_batch = (
-            encode(x, W, b, **valued(activation, k=7, capacity=capacity, scale=scale))
-            for activation in ("topk", "batchtopk")
+            encode(x, W, b, **valued(activation, k=7, scale=scale)) for activation in ("topk", "batchtopk")
         )
         assert torch.equal(by_row.to_dense(), by_batch.to_dense())
-        assert torch.equal(by_row.nnz_per_row, by_batch.nnz_per_row)
+        assert torch.equal(by_row.counts, by_batch.counts)
 
 
 def test_statistics_stay_float32(device: torch.device, mode: str) -> None:
@@ -200,8 +215,8 @@ def test_statistics_stay_float32(device: torch.device, mode: str) -> None:
     for x, weight, context in ((one.to(half), W.to(half), False), (one, W, True)):
         with torch.autocast(device.type, half, enabled=context):
             rows = encode(x, weight, b, **valued(**options))
-            assert rows.dtype is half and rows.indices[0, :2].tolist() == [0, 1]
-            assert rows.values[0, :2].tolist() == [1.0, step]
+            assert rows.dtype is half and rows.indices[:2].tolist() == [0, 1]
+            assert rows.values[:2].tolist() == [1.0, step]
             assert decode(rows, weight.t().contiguous()).dtype is half
 
 
@@ -270,7 +285,7 @@ def test_jumprelu_gradients(
             x, W_enc, b_enc, gemm.JumpReLU(threshold, BANDWIDTH, to_input), b_dec=b_dec, capacity=capacity
         )  # fmt: skip
         z = (x - b_dec).double() @ W_enc.double() + b_enc.double()
-        assert rows.packed.counts.tolist() == (z > threshold - BANDWIDTH / 2).flatten(0, -2).sum(-1).tolist()
+        assert rows.counts.tolist() == (z > threshold - BANDWIDTH / 2).flatten(0, -2).sum(-1).tolist()
         assert l0.tolist() == (z > threshold).sum(-1).tolist()
         assert bool(rows.overflowed) or capacity != 4
         if consumer == "to_dense":
@@ -314,16 +329,16 @@ def test_the_window_is_stored_in_training_alone(device: torch.device) -> None:
     threshold = torch.tensor(1.0, device=device, requires_grad=True)
     options = {"activation": "jumprelu", "threshold": threshold, "bandwidth": 0.5}
     rows, l0 = encode_with_l0(x, W, **valued(**options))
-    assert rows.indices[0, :6].tolist() == [1, 2, 3, 4, 5, 6] and rows.nnz_per_row.tolist() == [6]
-    assert (rows.values[0, :3] == 0).all() and (rows.values[0, 3:6] > 1).all() and l0.tolist() == [3]
+    assert rows.indices[:6].tolist() == [1, 2, 3, 4, 5, 6] and rows.counts.tolist() == [6]
+    assert (rows.values[:3] == 0).all() and (rows.values[3:6] > 1).all() and l0.tolist() == [3]
     assert count_fired(rows).tolist() == [0, 0, 0, 0, 1, 1, 1]
     with torch.no_grad():
-        assert encode(x, W, **valued(**options)).nnz_per_row.tolist() == [3]
-    assert encode(x, W, activation=gemm.JumpReLU(threshold)).nnz_per_row.tolist() == [3]
+        assert encode(x, W, **valued(**options)).counts.tolist() == [3]
+    assert encode(x, W, activation=gemm.JumpReLU(threshold)).counts.tolist() == [3]
     # A threshold that takes no gradient needs none, but for the estimate that reaches z.
     fixed = threshold.detach()
-    assert encode(x, W, activation=gemm.JumpReLU(fixed, 0.5)).nnz_per_row.tolist() == [3]
-    assert encode(x, W, activation=gemm.JumpReLU(fixed, 0.5, ste_to_input=True)).nnz_per_row.tolist() == [6]
+    assert encode(x, W, activation=gemm.JumpReLU(fixed, 0.5)).counts.tolist() == [3]
+    assert encode(x, W, activation=gemm.JumpReLU(fixed, 0.5, ste_to_input=True)).counts.tolist() == [6]
 
 
 def test_negative_thresholds_act_as_zero(device: torch.device) -> None:
@@ -335,8 +350,9 @@ def test_negative_thresholds_act_as_zero(device: torch.device) -> None:
     assert threshold.grad is not None and threshold.grad.tolist() == [0, 0, 0]
 
 
-@pytest.mark.parametrize("activation", ["relu", "topk", "batchtopk"])
-@pytest.mark.parametrize("capacity", [None, 3])
+@pytest.mark.parametrize(
+    "activation, capacity", [("relu", None), ("relu", 3), ("relu", "exact"), ("topk", None), ("batchtopk", None)]
+)
 def test_gradients(
     activation: str, capacity: int | None, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -365,8 +381,9 @@ def test_gradients(
 
 @pytest.mark.native
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float64 runs on the CPU")
-@pytest.mark.parametrize("activation", ["relu", "topk", "batchtopk"])
-@pytest.mark.parametrize("capacity", [None, 2])
+@pytest.mark.parametrize(
+    "activation, capacity", [("relu", None), ("relu", 2), ("relu", "exact"), ("topk", None), ("batchtopk", None)]
+)
 def test_gradcheck(activation: str, capacity: int | None, generator: torch.Generator) -> None:
     leaves, _, _ = jumprelu_case((3,), 4, 15, torch.float64, generator)
     inputs = [leaf.double().requires_grad_() for name, leaf in leaves.items() if name != "threshold"]
@@ -403,7 +420,7 @@ def test_gradient_in_the_layout_of_the_weight(
     found, linear = [], W_enc.t().contiguous()
     for weight in (W_enc, linear.t()):
         weight = weight.detach().requires_grad_()
-        rows = encode(W_enc=weight, **leaves, **valued(capacity=4, **options))
+        rows = encode(W_enc=weight, **leaves, **valued(capacity=capacities(activation, 4)[-1], **options))
         (grad,) = torch.autograd.grad((rows.to_dense() * weights).sum(), weight)
         assert grad.stride() == weight.stride()
         found.append(grad)
@@ -464,7 +481,9 @@ def test_compile(activation: str, device: torch.device, generator: torch.Generat
         options["bandwidth"] = BANDWIDTH
 
     def run(x: Tensor, W_enc: Tensor, b_enc: Tensor, b_dec: Tensor) -> Tensor:
-        rows, l0 = encode_with_l0(x, W_enc, b_enc, **valued(b_dec=b_dec, capacity=6, **options))
+        rows, l0 = encode_with_l0(
+            x, W_enc, b_enc, **valued(b_dec=b_dec, capacity=capacities(activation, 6)[-1], **options)
+        )
         counts = count_fired(rows)
         return (rows.to_dense() * weights).sum() + l0.sum() + counts.sum()
 
@@ -486,7 +505,7 @@ def test_capture_without_a_sync(activation: str, m: int, device: torch.device, g
     weights = weights.bfloat16()
 
     def run() -> tuple[Tensor, ...]:
-        rows = encode(**leaves, **valued(capacity=16, **options))
+        rows = encode(**leaves, **valued(capacity=capacities(activation, 16)[-1], **options))
         return rows.to_dense(), *torch.autograd.grad((rows.to_dense() * weights).sum(), leaves.values())
 
     stream = torch.cuda.Stream()
@@ -561,14 +580,9 @@ OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
         ({"capacity": 0}, ValueError, r"capacity must be at least 1, got 0"),
         ({"capacity": 2.0}, TypeError, r"capacity must be an int, got float"),
         ({"capacity": [2]}, TypeError, r"capacity must be an int, got list"),
-        ({"capacity": -1, "format": "csr"}, ValueError, r"capacity must be at least 1, got -1"),
-        ({"format": "twell"}, ValueError, r'format must be "ell" or "csr", got \'twell\''),
-        ({"format": "csr", "capacity": 3}, ValueError, r'capacity belongs to format="ell", got 3 for "csr"'),
-        (
-            {"activation": gemm.BatchTopK(2), "format": "csr", "capacity": 3},
-            ValueError,
-            r'capacity belongs to format="ell", got 3 for "csr"',
-        ),
+        ({"capacity": "all"}, ValueError, r'capacity must be an int, None or "exact", got \'all\''),
+        ({"activation": gemm.BatchTopK(2), "capacity": 3}, ValueError, r"capacity belongs to the other .* got 3 for"),
+        ({"activation": gemm.TopK(2), "capacity": "exact"}, ValueError, r"capacity belongs to the other activations"),
     ],
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str, device: torch.device) -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gossamer import rowsparse, sae
+from gossamer import sae
 from tests.sae.dense import whole
 
 pytestmark = pytest.mark.kernels
@@ -17,7 +17,7 @@ def test_gradients_at_entries(m: int, n: int, capacity: int, device: torch.devic
     leaves = (x, weight, bias)
     weights = (torch.arange(m * n, device=device) % 5 - 2).view(m, n).float()
     rows = sae.encode(x, weight, bias, capacity=capacity)
-    ours = torch.autograd.grad((rowsparse.unpack(rows) * weights).sum(), leaves)
+    ours = torch.autograd.grad((rows.to_dense() * weights).sum(), leaves)
     wanted = torch.autograd.grad(((x @ weight + bias).relu() * weights).sum(), leaves)
     for name, a, b in zip(("x", "W_enc", "b_enc"), ours, wanted):
         assert b.any() and torch.equal(a, b), name

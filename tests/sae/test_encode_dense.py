@@ -10,7 +10,7 @@ from gossamer import gemm, sae
 from gossamer.sae.decode import decode_dense
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.testing import assert_close
-from tests.sae.dense import valued
+from tests.sae.dense import encode_with_l0, valued
 
 FULL = pytest.mark.full
 SHAPES = [(7, 12, 90), pytest.param((1, 5, 1030), marks=FULL), pytest.param((70, 8, 33), marks=FULL)]
@@ -68,11 +68,11 @@ def test_the_same_as_the_sparse_way(
             out = decode_dense(acts, weight, None)
         else:
             rows, l0 = (
-                sae.encode_with_l0(x, W, b, **valued(b_dec=b_dec, capacity=n, **given))
+                encode_with_l0(x, W, b, **valued(b_dec=b_dec, capacity=n, **given))
                 if "k" not in given
-                else (sae.encode_with_l0(x, W, b, **valued(b_dec=b_dec, **given)))
+                else (encode_with_l0(x, W, b, **valued(b_dec=b_dec, **given)))
             )
-            acts, fired, nnz = rows.to_dense(), sae.count_fired(rows), rows.nnz_per_row
+            acts, fired, nnz = rows.to_dense(), sae.count_fired(rows), rows.counts.int()
             out = sae.decode(rows, weight)
         total = out.square().sum() + (l0 * torch.arange(1.0, m + 1, device=device)).sum() * 0.1
         grads = torch.autograd.grad(total, (x, W, b, b_dec, threshold), allow_unused=True)
@@ -151,17 +151,18 @@ def test_a_layout_by_latent_gets_its_gradient_in_it(device: torch.device, genera
     assert W.grad.stride() == W.stride()
 
 
-@pytest.mark.parametrize("way", ["ell", "overflow", "csr", "dense"])
+@pytest.mark.parametrize("way", ["slots", "overflow", "exact", "batch", "dense"])
 def test_gradient_of_a_float32_b_dec(way: str, device: torch.device, generator: torch.Generator) -> None:
     """A gradient passes through a 16-bit W_enc to a float32 b_dec in float32, where x takes none."""
     x, W, b_dec = (torch.randn(s, device=device, generator=generator) for s in ((40, 24), (24, 90), (24,)))
     x, W, b_dec = x.half(), W.half(), b_dec.requires_grad_()
     if way == "dense":
         acts = encode_dense(x, W, None, b_dec=b_dec)[0]
-    elif way == "csr":
-        acts = sae.encode(x, W, None, gemm.BatchTopK(20), b_dec=b_dec, format="csr").to_dense()
+    elif way == "batch":
+        acts = sae.encode(x, W, None, gemm.BatchTopK(20), b_dec=b_dec).to_dense()
     else:
-        acts = sae.encode(x, W, None, b_dec=b_dec, capacity=90 if way == "ell" else 30).to_dense()
+        capacity = {"slots": 90, "overflow": 30, "exact": "exact"}[way]
+        acts = sae.encode(x, W, None, b_dec=b_dec, capacity=capacity).to_dense()
     weights = torch.randn(acts.shape, device=device, generator=generator).half()
     (grad,) = torch.autograd.grad(acts, b_dec, weights)
     wanted = -(W.double() @ torch.where(acts > 0, weights, 0).double().sum(0))

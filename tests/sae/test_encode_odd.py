@@ -8,6 +8,7 @@ import torch
 from gossamer import gemm, sae
 from gossamer.sae import encode_path
 from gossamer.testing import assert_close, assert_exact
+from tests.sae.dense import encode_with_l0
 
 ACTIVATIONS = {
     "relu": lambda threshold: gemm.ReLU(),
@@ -18,8 +19,8 @@ ACTIVATIONS = {
 }
 CALLS = [
     *((name, {}) for name in ACTIVATIONS),
-    *((name, {"capacity": 2}) for name in ACTIVATIONS),
-    *((name, {"format": "csr"}) for name in ("relu", "jumprelu", "scalar", "batchtopk")),
+    *((name, {"capacity": 2}) for name in ("relu", "jumprelu", "scalar")),
+    *((name, {"capacity": "exact"}) for name in ("relu", "jumprelu", "scalar")),
 ]
 
 
@@ -35,10 +36,10 @@ def test_thresholds_that_are_nan(dtype: torch.dtype, device: torch.device, gener
     """Everything exceeds them; there is no column behind the last."""
     x, W = (torch.randn(s, device=device, generator=generator).to(dtype) for s in ((3, 4), (4, 37)))
     nan = torch.tensor(float("nan"), device=device)
-    calls: list[dict[str, Any]] = [{"format": "csr"}, {"capacity": 37}]
+    calls: list[dict[str, Any]] = [{"capacity": "exact"}, {"capacity": 37}]
     for threshold in (nan, nan.repeat(37)):
         for options in calls:
-            rows, l0 = sae.encode_with_l0(x, W, activation=gemm.JumpReLU(threshold), **options)
+            rows, l0 = encode_with_l0(x, W, activation=gemm.JumpReLU(threshold), **options)
             rows.validate()
             assert rows.shape == (3, 37) and (l0 == 37).all()
             assert_exact(rows.to_dense(), x @ W)
@@ -70,7 +71,7 @@ def test_entries_and_gradients(
         b = (b.to(dtype) if biased == "same" else b).requires_grad_()
     threshold = torch.full((n,), 1.5, device=device, requires_grad=True)
     activation = ACTIVATIONS[name](threshold)
-    rows, l0 = sae.encode_with_l0(x, W, b, activation, **options)
+    rows, l0 = encode_with_l0(x, W, b, activation, **options)
     if rows.packed.source is not None:
         assert rows.packed.source.shape == (m, n)
     exact = [None if t is None else t.detach().double().requires_grad_() for t in (x, W, b)]
@@ -98,9 +99,8 @@ def test_nan_stays_in_the_columns_there_are(name: str, dtype: torch.dtype, devic
     """A row of x with NaN makes all its pre-activations NaN, those of the further columns too were they products."""
     x, W = torch.ones(3, 4, dtype=dtype, device=device), torch.ones(4, 7, dtype=dtype, device=device)
     x[1, 2] = float("nan")
-    rows = sae.encode(x, W, None, ACTIVATIONS[name](torch.full((7,), 5.0, device=device)), capacity=7)
-    indices, counts = rows.packed.indices, rows.packed.counts
-    assert int(indices.max()) <= 6 and int(counts.max()) <= 7
+    rows = sae.encode(x, W, None, ACTIVATIONS[name](torch.full((7,), 5.0, device=device)))
+    assert int(rows.indices.max()) <= 6 and int(rows.counts.max()) <= 7
     assert rows.to_dense()[1].isnan().sum() == (5 if name == "topk" else 7)
 
 
@@ -117,5 +117,5 @@ def test_a_scale_selects_among_the_columns_there_are(
     """What has no column is -inf, and 0 times that would be NaN, which is the largest of all."""
     x, W = (torch.randn(shape, device=device, generator=generator).to(dtype) for shape in ((3, 4), (4, 37)))
     scale = torch.rand(37, device=device, generator=generator) + 0.5
-    rows = sae.encode(x, W, None, kind(5, scale), capacity=5 if kind is gemm.TopK else 37)
+    rows = sae.encode(x, W, None, kind(5, scale))
     assert int(rows.packed.indices.max()) < 37 and not rows.to_dense().isnan().any()

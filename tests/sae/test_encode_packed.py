@@ -9,10 +9,10 @@ from torch import Tensor
 
 from gossamer import gemm
 from gossamer._core.calls import Checked
-from gossamer.rowsparse import LinearSource
-from gossamer.sae import count_fired, decode, encode, encode_path, encode_with_l0
+from gossamer.rowsparse.linear_source import LinearSource
+from gossamer.sae import count_fired, decode, encode, encode_path
 from gossamer.testing import assert_exact, dense64
-from tests.sae.dense import selected, valued, whole
+from tests.sae.dense import encode_with_l0, selected, valued, whole
 
 module = sys.modules["gossamer.sae.encode"]
 
@@ -39,7 +39,7 @@ def test_packed_tile_by_tile(
     rows, l0 = encode_with_l0(x, W, b_enc, **valued(**options))
     z = (x.double() - b_dec.double()) @ W.double() + b_enc.double()
     acts = torch.where(selected(z, activation, threshold=threshold), z, 0)
-    assert isinstance(rows.source, LinearSource) and rows.capacity == (capacity or 128)
+    assert isinstance(rows.source, LinearSource) and len(rows.packed.values) == 6 * (capacity or 128)
     assert l0.dtype is torch.float32 and torch.equal(l0, (acts != 0).sum(-1).float())
     assert_exact(dense64(rows), acts)
     assert_exact(decode(rows, W_dec), acts @ W_dec.double())

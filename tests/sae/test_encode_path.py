@@ -44,10 +44,8 @@ def test_the_table_of_the_docs(row: list[str], monkeypatch: pytest.MonkeyPatch) 
     weight = weight_of(
         number(d_sae), torch.float32 if "float32" in device else torch.bfloat16, device.partition(",")[0].lower()
     )
-    capacity = None if slots == "CSR" else number(slots)
-    most = number(k) if name == "topk" else number(d_sae)
-    may_overflow = capacity is not None and capacity < most
-    chosen = choose_path(name, number(rows), int(k or 0), capacity, may_overflow, weight, gradient == "yes")
+    capacity = number(slots) if slots.replace(",", "").isdigit() else None
+    chosen = choose_path(name, number(rows), int(k or 0), capacity, weight, gradient == "yes")
     assert f"`{chosen}`" == path
 
 
@@ -62,9 +60,9 @@ def test_the_docs_name_every_path() -> None:
 def test_rows_that_overflow_leave_the_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "hopper", lambda device: True)
     weight = weight_of(65536, torch.bfloat16, "cuda")
-    for over, path in ((0, "tiles"), (256, "tiles"), (257, "rows")):
+    for over, path in ((0, "tiles"), (256, "tiles"), (257, "list")):
         known = Density(rows=4096, mean=64.0, largest=5000, over=over, light=9999)
-        assert choose_path("relu", 4096, 0, 1024, True, weight, False, known) == path
+        assert choose_path("relu", 4096, 0, 1024, weight, False, known) == path
 
 
 def test_what_runs_is_named(device: torch.device, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,12 +70,9 @@ def test_what_runs_is_named(device: torch.device, mode: str, monkeypatch: pytest
     x, W = torch.randn(3, 8, device=device), torch.randn(8, 300, device=device)
     threshold = torch.ones(300, device=device)
     calls: dict[str, dict[str, Any]] = {
-        "rows": valued("jumprelu", threshold=threshold),
+        "list": valued("jumprelu", threshold=threshold),
         "topk": valued("topk", k=4),
-        "topk_rows": valued("topk", k=4, capacity=2),
         "batch": valued("batchtopk", k=4),
-        "batch_csr": valued("batchtopk", k=4, format="csr"),
-        "csr": valued("relu", format="csr"),
     }
     ranges = {} if mode == "cpu" else calls
     with profile(activities=[ProfilerActivity.CPU]) as seen:
@@ -96,7 +91,7 @@ def test_density_follows(device: torch.device, mode: str, monkeypatch: pytest.Mo
     tracker = rowsparse.DensityTracker(lag=1)
     x, W = torch.randn(2, 1, 8, device=device), torch.randn(8, 2304, device=device)
     x.requires_grad_()
-    plain = "torch" if mode == "cpu" else "rows"
+    plain = "torch" if mode == "cpu" else "list"
 
     def call(**options: Any) -> Tensor:
         rows = sae.encode(x, W, density=tracker, **options)
@@ -111,8 +106,8 @@ def test_density_follows(device: torch.device, mode: str, monkeypatch: pytest.Mo
         known = tracker.known(training=False)
         assert known is not None and known.rows == 2 and known.over == 2
         assert known.mean == pytest.approx((want > 0).sum(-1).float().mean().item(), abs=2)
-    call(activation=gemm.BatchTopK(3), format="csr").sum().backward()
-    assert tracker.last_path == ("torch" if mode == "cpu" else "batch_csr")
+    call(activation=gemm.BatchTopK(3)).sum().backward()
+    assert tracker.last_path == ("torch" if mode == "cpu" else "batch")
     call(activation=gemm.TopK(3)).sum().backward()
     seen = tracker.known(training=True)
     assert seen is not None and seen.mean == 3 and x.grad is not None

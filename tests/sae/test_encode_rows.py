@@ -13,4 +13,4 @@ pytestmark = pytest.mark.kernels
 )
 @pytest.mark.parametrize("jump", [False, True])
 def test_rows(m: int, n: int, capacity: int, jump: bool, generator: torch.Generator) -> None:
-    check_path("rows", m, n, capacity, jump, generator)
+    check_path("list", m, n, capacity, jump, generator)

@@ -12,7 +12,7 @@ from gossamer import nn
 from gossamer.rowsparse import pack
 from gossamer.sae.smallest import smallest
 from tests import strategies
-from tests.sae.dense import FORMATS
+from tests.sae.dense import PACKINGS
 
 
 @given(data=st.data())
@@ -28,7 +28,7 @@ def test_smallest(data: st.DataObject, dtype: torch.dtype, device: torch.device)
         assert found.item() == (positive.min().item() if positive.numel() else math.inf)
 
 
-@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 40), (5, 17), (0, 9)])
 def test_any_container(
     options: dict[str, Any], shape: tuple[int, ...], device: torch.device, generator: torch.Generator
@@ -37,11 +37,11 @@ def test_any_container(
     for scale in (None, torch.linspace(0.5, 2, shape[-1], device=device)):
         scaled = acts if scale is None else acts * scale
         want = torch.where(scaled > 0, scaled, torch.inf).amin().item() if acts.numel() else math.inf
-        assert smallest(pack(acts, **options), scale).item() == want
+        assert smallest(strategies.pack_as(acts, **options), scale).item() == want
 
 
 def test_error(device: torch.device) -> None:
-    with pytest.raises(TypeError, match=r"sae.smallest: rows must be an ELL, CSR or TwELL of rowsparse, got Tensor"):
+    with pytest.raises(TypeError, match=r"sae.smallest: rows must be rowsparse.Rows, got Tensor"):
         smallest(torch.ones(2, 3, device=device))  # type: ignore[arg-type]
 
 

@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer import rowsparse
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import Rows
 from gossamer.sae import decode, encode, tanh_l0
 from gossamer.testing import assert_close, dense64
 from tests import strategies
-from tests.sae.dense import FORMATS
+from tests.sae.dense import PACKINGS
 
 
 @given(data=st.data())
@@ -65,7 +65,7 @@ def test_gradients(
             torch.testing.assert_close(got.double(), want, rtol=4e-2, atol=4e-2)
 
 
-@pytest.mark.parametrize("options", FORMATS, ids=str)
+@pytest.mark.parametrize("options", PACKINGS, ids=str)
 @pytest.mark.parametrize("shape", [(2, 3, 40), (5, 17), (0, 9), (3, 0)])
 def test_any_container(
     options: dict[str, Any], shape: tuple[int, ...], device: torch.device, generator: torch.Generator
@@ -73,7 +73,7 @@ def test_any_container(
     acts = torch.randn(shape, device=device, generator=generator).relu().requires_grad_()
     scale = (torch.rand(shape[-1], device=device, generator=generator) * 3).requires_grad_()
     weights = torch.randn(shape[:-1], device=device, generator=generator)
-    out = tanh_l0(rowsparse.pack(acts, **options), scale)
+    out = tanh_l0(strategies.pack_as(acts, **options), scale)
     assert out.shape == shape[:-1] and out.dtype is torch.float32
     wide = [t.detach().double().requires_grad_() for t in (acts, scale)]
     want = torch.tanh(wide[0] * wide[1]).sum(-1)
@@ -85,7 +85,7 @@ def test_any_container(
     torch.testing.assert_close(got[1].double(), exact[1], rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("options", [*FORMATS, {"capacity": 3}], ids=str)
+@pytest.mark.parametrize("options", [*PACKINGS, {"capacity": 3}], ids=str)
 def test_the_gradient_of_scale_has_the_precision_of_scale(
     options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
@@ -97,7 +97,7 @@ def test_the_gradient_of_scale_has_the_precision_of_scale(
     for wide in (None, torch.float64, torch.float32):
         leaf = scale.to(wide or scale.dtype).requires_grad_()
         if wide is None:
-            out = tanh_l0(rowsparse.pack(acts, **options), leaf)
+            out = tanh_l0(strategies.pack_as(acts, **options), leaf)
         else:
             out = torch.tanh(acts.to(wide) * leaf).sum(-1)
         found += torch.autograd.grad((out * weights).sum(), leaf)
@@ -105,41 +105,37 @@ def test_the_gradient_of_scale_has_the_precision_of_scale(
 
 
 def test_entries_of_value_0_have_a_gradient(device: torch.device) -> None:
-    indices = torch.tensor([[0, 3]], dtype=torch.int32, device=device)
-    values = torch.tensor([[0.0, 50.0]], device=device, requires_grad=True)
-    rows = ELL(values, indices, torch.tensor([2], dtype=torch.int32, device=device), (1, 4))
+    indices, spans = torch.tensor([0, 3], dtype=torch.int32, device=device), torch.tensor([[0], [2]], device=device)
+    values = torch.tensor([0.0, 50.0], device=device, requires_grad=True)
+    rows = Rows(values, indices, spans, (1, 4))
     scale = torch.full((4,), 4.0, device=device)
     out = tanh_l0(rows, scale)
     out.sum().backward()
-    assert out.tolist() == [1.0] and values.grad.tolist() == [[4.0, 0.0]]
+    assert out.tolist() == [1.0] and values.grad.tolist() == [4.0, 0.0]
 
 
 def test_nan_and_repeated_indices(device: torch.device) -> None:
-    indices = torch.tensor([[1, 1], [2, -1]], dtype=torch.int32, device=device)
-    values = torch.tensor([[9.0, 9.0], [float("nan"), 1.0]], device=device)
-    rows = ELL(values, indices, torch.tensor([2, 1], dtype=torch.int32, device=device), (2, 4))
+    indices = torch.tensor([1, 1, 2, -1], dtype=torch.int32, device=device)
+    values = torch.tensor([9.0, 9.0, float("nan"), 1.0], device=device)
+    rows = Rows(values, indices, torch.tensor([[0, 2], [2, 1]], device=device), (2, 4))
     out = tanh_l0(rows, torch.ones(4, device=device))
     assert out[0].item() == pytest.approx(2.0) and out[1].isnan()
 
 
 def test_slots_behind_the_last_entry_are_never_multiplied(device: torch.device) -> None:
-    offsets = torch.tensor([0, 1, 2], device=device)
+    spans = torch.tensor([[0, 1], [1, 1]], device=device)
     indices = torch.tensor([3, 0, 1], dtype=torch.int32, device=device)
     values = torch.tensor([0.5, 0.25, float("nan")], device=device, requires_grad=True)
     scale = torch.ones(4, device=device, requires_grad=True)
-    out = tanh_l0(rowsparse.CSR(offsets, indices, values, (2, 4)), scale)
+    out = tanh_l0(Rows(values, indices, spans, (2, 4)), scale)
     out.sum().backward()
     assert out.isfinite().all() and scale.grad.isfinite().all() and values.grad[:2].isfinite().all()
 
 
-@pytest.mark.parametrize("format", ["ell", "csr"])
-def test_slots_of_a_matrix_without_columns(format: str, device: torch.device) -> None:
-    indices = torch.full((2, 3), -1, dtype=torch.int32, device=device)
-    values = torch.full((2, 3), float("nan"), device=device, requires_grad=True)
-    rows: rowsparse.Rows = ELL(values, indices, torch.tensor([3, 1], dtype=torch.int32, device=device), (2, 0))
-    if format == "csr":
-        offsets = torch.tensor([0, 3, 4], device=device)
-        rows = rowsparse.CSR(offsets, indices.flatten(), values.flatten(), (2, 0))
+def test_slots_of_a_matrix_without_columns(device: torch.device) -> None:
+    indices = torch.full((6,), -1, dtype=torch.int32, device=device)
+    values = torch.full((6,), float("nan"), device=device, requires_grad=True)
+    rows = Rows(values, indices, torch.tensor([[0, 3], [3, 1]], device=device), (2, 0))
     out = tanh_l0(rows, torch.ones(0, device=device))
     out.sum().backward()
     assert not out.any() and not values.grad.any()
@@ -147,7 +143,7 @@ def test_slots_of_a_matrix_without_columns(format: str, device: torch.device) ->
 
 def test_errors(device: torch.device) -> None:
     rows = rowsparse.pack(torch.ones(2, 3, device=device))
-    with pytest.raises(TypeError, match=r"sae.tanh_l0: rows must be an ELL, CSR or TwELL of rowsparse, got Tensor"):
+    with pytest.raises(TypeError, match=r"sae.tanh_l0: rows must be rowsparse.Rows, got Tensor"):
         tanh_l0(dense64(rows), torch.ones(3, device=device))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"sae.tanh_l0: scale must have shape \[d_sae\] = \[3\] like rows, got \[4\]"):
         tanh_l0(rows, torch.ones(4, device=device))

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from gossamer import gemm
-from gossamer.rowsparse import ELL
-from gossamer.sae import encode, encode_path, encode_with_l0
+from gossamer.rowsparse import Rows
+from gossamer.sae import encode, encode_path
 from gossamer.testing import assert_exact, dense64
-from tests.sae.dense import selected, whole
+from tests.sae.dense import encode_with_l0, selected, whole
 
 NAN, INF = math.nan, math.inf
 M, D, N, K = 5, 16, 4 * 256 + 40, 7  # what the copy engine can read
@@ -39,17 +39,19 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
 
     found: list[Tensor] = []
     settle = topk._settle
-    monkeypatch.setattr(topk, "_settle", lambda *a: (found.append(a[5].bool()), settle(*a)))
+    monkeypatch.setattr(topk, "_settle", lambda *a: (found.append(a[5][0].bool()), settle(*a)))
     return found
 
 
-def check_same(packs: Callable[[bool], None], *operands: Tensor | None, k: int = K, scale: Tensor | None = None) -> ELL:
+def check_same(
+    packs: Callable[[bool], None], *operands: Tensor | None, k: int = K, scale: Tensor | None = None
+) -> Rows:
     rows = []
     for choice in (False, True):
         packs(choice)
         rows.append(encode(*operands, activation=gemm.TopK(k, scale)))  # type: ignore[arg-type]
     wanted, got = rows
-    assert got.nnz_per_row.tolist() == wanted.nnz_per_row.tolist()
+    assert got.spans.tolist() == wanted.spans.tolist()
     assert got.indices.tolist() == wanted.indices.tolist()
     assert torch.equal(got.values.nan_to_num(77), wanted.values.nan_to_num(77))
     return got
@@ -74,7 +76,7 @@ def test_the_k_largest(
         rows, l0 = encode_with_l0(x, W, b_enc, activation=gemm.TopK(k), b_dec=b_dec)
         z = (x.double() - b_dec.double()) @ W.double() + (0 if b_enc is None else b_enc.double())
         acts = torch.where(selected(z, "topk", k), z, 0)
-        assert rows.source is None and rows.capacity == k
+        assert rows.source is None and len(rows.values) == k * rows.num_rows
         assert l0.dtype is torch.float32 and torch.equal(l0, (acts != 0).sum(-1).float())
         assert_exact(dense64(rows), acts)
 
@@ -215,7 +217,7 @@ def test_it_has_the_same_gradients(
         packs(choice)
         leaves = [operand.clone().requires_grad_() for operand in operands[:3]]
         rows = encode(*leaves, activation=gemm.TopK(K))
-        found.append(torch.autograd.grad(rows.values, leaves, operands[3]))
+        found.append(torch.autograd.grad(rows.values, leaves, operands[3].flatten()))
     for wanted, got in zip(*found):
         assert torch.equal(wanted, got)
 

@@ -28,6 +28,9 @@ Written = Annotated[Tensor, "written"]
 Record = TypeVar("Record", bound=tuple[Any, ...])
 OPERATORS: dict[str, "Operator[Any]"] = {}
 """Every operator by the name that its schema has."""
+PATHS: dict[str, Mapping[str, str]] = {}
+"""Of each function that may go several paths on a GPU, "room.function": a sentence for each path, the condition under
+which the path is taken and, after a colon, its steps."""
 
 _WORDS = {Tensor: "Tensor", int: "SymInt", float: "float", bool: "bool", str: "str", torch.dtype: "ScalarType"}
 _new = tuple.__new__  # a third of the time of calling the record
@@ -95,7 +98,7 @@ def register(
         cpu: `cpu(call)` computes on the CPU. Its annotation says how many tensors it returns.
         fake: `fake(call)` returns empty tensors of the results' shapes and dtypes.
         choose_path: `choose_path(call)` names the path that a GPU goes. A profiler shows the name as a range.
-        paths: a sentence for each name that `choose_path` may return: the condition under which it does.
+        paths: a sentence for each name that `choose_path` may return, as in `PATHS`.
         backward: `backward(call, kept, grads, needs)` returns gradients by the names of fields. `call` has the tensors
             of `saved`, None in place of other tensors, and every argument that is no tensor; `kept` is the tuple that
             `keep` returned; `grads` has None for a result that nothing used, and not for all; `needs` is a record of
@@ -113,6 +116,8 @@ def register(
         ops._library.define(schema)
         overload = getattr(getattr(torch.ops, ops.NAMESPACE), name).default
         operator = OPERATORS[name] = Operator(record, overload, choose_path, paths or {})
+        if paths is not None:
+            PATHS[operator.name] = paths
         launch = _launcher(operator, launchers)
         operator._run = {
             "cpu": _without_autocast(launch if ops.INTERPRET else cpu, "cpu"),

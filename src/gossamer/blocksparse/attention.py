@@ -55,10 +55,10 @@ def attention(
             Patterns such as `sliding_window` say which elements of a block take part, and no others do.
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
-        mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or values of blocks `[capacity, height,
-            width]` in the order of the layout, or a `BlockSparseTensor` of this layout. Where one of mask and bias is
-            dense and the other holds blocks, the layout's blocks of the dense one are taken.
-        bias: added to the scores, float, differentiable, in the same three forms; on the GPU it is read in its dtype.
+        mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or a `BlockSparseTensor` of this layout.
+            Where one of mask and bias is dense and the other holds blocks, the layout's blocks of the dense one are
+            taken.
+        bias: added to the scores, float, differentiable, in the same two forms; on the GPU it is read in its dtype.
         relative: one or several `Relative`, tables by relative positions: what a query makes of them is added to its
             scores, before these are scaled. Differentiable in the tables. R numbers a query and term are kept.
         causal: whether a query meets no key behind its own position.
@@ -96,7 +96,6 @@ def attention(
                 " Convert with .to(q.dtype)."
             )
         z = steps_of(layout, q.shape[0], q.shape[1])
-        mask, bias = (_stored(name, x, layout) for name, x in (("mask", mask), ("bias", bias)))
         extra = _extra(q, k, layout, mask, bias)
         queried, places = prepare(_NAME, q, k, relative)
         lengths, scale = _settings(q, lengths, scale)
@@ -124,15 +123,6 @@ def _key(
             return None
     options = layout.lead, layout.form, layout.device
     return key_of((q, k, v), options, (causal, scale))
-
-
-def _stored(name: str, x: Tensor | BlockSparseTensor | None, layout: Layout) -> Tensor | None:
-    """The values of a block-sparse mask or bias."""
-    if not isinstance(x, BlockSparseTensor):
-        return x
-    if not x.layout.is_same(layout):
-        raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
-    return x.values
 
 
 def _settings(q: Tensor, lengths: Tensor | None, scale: float | None) -> tuple[Tensor | None, float]:
@@ -189,17 +179,15 @@ def steps_of(layout: Layout, b: int, h: int) -> tuple[int, int]:
     return (wide[1] if wide[0] > 1 else 0), int(wide[1] > 1)
 
 
-def _extra(q: Tensor, k: Tensor, layout: Layout, mask: Tensor | None, bias: Tensor | None) -> Tensor | None:
-    """What is added to the scores or says which take part: `[1 or B, 1 or H, Tq, Tk]`, or the layout's blocks."""
-    checks.tensors(_NAME, mask=mask, bias=bias)
-    checks.same_device(_NAME, "q", q.device, mask=mask, bias=bias)
+def _extra(q: Tensor, k: Tensor, layout: Layout, given_mask: Any, given_bias: Any) -> Tensor | None:
+    """The bias, or the mask of scores that take part: `[1 or B, 1 or H, Tq, Tk]`, or the layout's blocks."""
+    mask, bias = (_shaped(q, k, layout, name, x) for name, x in (("mask", given_mask), ("bias", given_bias)))
     if mask is not None and mask.dtype is not torch.bool:
         raise TypeError(
             f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}. Give numbers as bias."
         )
     if bias is not None:
         checks.floating(_NAME, bias=bias)
-    mask, bias = (_shaped(q, k, layout, name, x) for name, x in (("mask", mask), ("bias", bias)))
     if mask is None or bias is None:
         return bias if mask is None else mask
     if mask.dim() > bias.dim():
@@ -220,15 +208,22 @@ def _blocks(layout: Layout, name: str, x: Tensor) -> Tensor:
     return from_dense(x.expand(*lead, -1, -1).reshape(layout.dense_shape), layout).values
 
 
-def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Tensor | None) -> Tensor | None:
-    if x is None or tuple(x.shape) == (layout.capacity, *layout.block_size):
-        return x
+def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Any) -> Tensor | None:
+    """A dense tensor in four dimensions, the values of a block-sparse one."""
+    if x is None:
+        return None
+    if isinstance(x, BlockSparseTensor):
+        if not x.layout.is_same(layout):
+            raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
+        return x.values
+    checks.tensors(_NAME, **{name: x})
+    checks.same_device(_NAME, "q", q.device, **{name: x})
     full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
     wide = (1,) * (4 - x.dim()) + tuple(x.shape)
     if len(wide) != 4 or any(n not in (1, m) for n, m in zip(wide, full)):
         raise ValueError(
-            f"{_NAME}: {name} must broadcast to [B, H, Tq, Tk] = {list(full)}, or have shape [capacity, height, width] "
-            f"= {[layout.capacity, *layout.block_size]} like layout, got {list(x.shape)}."
+            f"{_NAME}: {name} must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(x.shape)}. Give blocks as a "
+            "BlockSparseTensor of the layout."
         )
     return x.reshape(wide).expand(*wide[:2], *full[2:])
 

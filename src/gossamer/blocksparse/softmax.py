@@ -18,14 +18,16 @@ from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
 _NAME = "blocksparse.softmax"
 
 
-def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 1.0) -> BlockSparseTensor:
+def softmax(
+    x: BlockSparseTensor, *, mask: Tensor | BlockSparseTensor | None = None, scale: float = 1.0
+) -> BlockSparseTensor:
     """softmax(scale * x) along each row; absent blocks take no part, as if they held -inf.
 
     Args:
         x: `[..., M, N]` with any layout; float32, float16 or bfloat16 (float64 on the CPU). Elements that a pattern's
             cut blocks leave out (`Layout.elements`) take no part.
-        mask: bool, True takes part: dense, broadcasting to `[..., M, N]`, or for the layout's blocks `[capacity,
-            height, width]`. Elements that take no part are 0 in the result.
+        mask: bool, True takes part: dense, broadcasting to `[..., M, N]`, or a `BlockSparseTensor` of x's layout.
+            Elements that take no part are 0 in the result.
         scale: what x is multiplied with first.
 
     Returns:
@@ -33,7 +35,7 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
         Differentiable once in x; the same bits in each run.
 
     Raises:
-        ValueError: mask has another shape or device, or scale is not finite.
+        ValueError: mask has another shape, device or layout, or scale is not finite.
         TypeError: x is no `BlockSparseTensor` or not floating, or mask is not bool.
 
     Source: Schön and Tompits, blksprs, section 3.2.2.
@@ -51,19 +53,24 @@ def softmax(x: BlockSparseTensor, *, mask: Tensor | None = None, scale: float = 
     return replace(x, values=_softmax(call))
 
 
-def _mask(x: BlockSparseTensor, mask: Tensor) -> Tensor:
+def _mask(x: BlockSparseTensor, mask: Any) -> Tensor:
     """`[1 or Z, 1 or M, 1 or N]`, or blocks with one dimension more, `[1, capacity, height, width]`."""
+    blocks = isinstance(mask, BlockSparseTensor)
+    if blocks:
+        if not mask.layout.is_same(x.layout):
+            raise ValueError(f"{_NAME}: mask must have the layout of x, got another one.")
+        mask = mask.values
     checks.tensors(_NAME, mask=mask)
     checks.same_device(_NAME, "x", x.device, mask=mask)
     if mask.dtype is not torch.bool:
         raise TypeError(f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}.")
-    if mask.shape == x.values.shape:
+    if blocks:
         return mask[None]
     own = (1,) * (len(x.shape) - mask.dim()) + tuple(mask.shape)
     if len(own) != len(x.shape) or any(n not in (1, m) for n, m in zip(own, x.shape)):
         raise ValueError(
-            f"{_NAME}: mask must broadcast to [..., M, N] = {list(x.shape)}, or have shape [capacity, height, width] = "
-            f"{list(x.values.shape)} like x's values, got {list(mask.shape)}."
+            f"{_NAME}: mask must broadcast to [..., M, N] = {list(x.shape)}, got {list(mask.shape)}. Give blocks as a "
+            "BlockSparseTensor of x's layout."
         )
     mask = mask.reshape(own)
     if any(n > 1 for n in own[:-2]):

@@ -84,8 +84,7 @@ def _behind(k: int, before: Layout, layout: Layout) -> list[str]:
         found.append(f"it has {layout.size[0]} rows, operand {k} {before.size[1]} columns. They meet in a product.")
     if layout.block_size[0] != before.block_size[1]:
         found.append(
-            f"its blocks are {layout.block_size[0]} high, those of operand {k} {before.block_size[1]} wide. Use "
-            "adapt."
+            f"its blocks are {layout.block_size[0]} high, those of operand {k} {before.block_size[1]} wide. Use adapt."
         )
     leads = layout.shape[:-2], before.shape[:-2]
     if leads[0] != leads[1]:

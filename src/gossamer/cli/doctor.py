@@ -22,7 +22,7 @@ Paths = dict[str, dict[str, dict[str, str]]]
 
 
 def doctor() -> None:
-    """Show versions and devices, say which way each public function takes on them, and check the results.
+    """Show versions and devices, say which path each public function takes on them, and check the results.
 
     The check computes the functions on small random data on every device, and compares with float64: seconds on a CPU,
     up to two minutes on a GPU that has compiled nothing yet. The exit code is 1 if anything differs or raises.
@@ -72,7 +72,7 @@ def _usable(device: torch.device, console: Console) -> bool:
         return False
     known = tuning.rates(device.index).measured
     basis = "were measured on such a GPU" if known else "come from a model of bytes and operations, not measured here"
-    console.print(f"{device}: the choices between ways {basis}")
+    console.print(f"{device}: the choices between paths {basis}")
     return True
 
 
@@ -96,10 +96,10 @@ def _self_check(device: torch.device, paths: Paths, console: Console) -> list[st
                 failures.append(f"{check} on {device}: {type(raised).__name__}: {raised}")
                 continue
         done += 1
-        way = " and ".join(sorted(kinds - {REPEATED})) or "PyTorch"
-        ways = paths.setdefault(check.name, {}).setdefault(str(device), {})
+        path = " and ".join(sorted(kinds - {REPEATED})) or "PyTorch"
+        taken = paths.setdefault(check.name, {}).setdefault(str(device), {})
         if check.variant != "dense" and kinds != {REPEATED}:
-            ways.setdefault(way, check.variant)
+            taken.setdefault(path, check.variant)
         if not error <= check.budget:
             failures.append(f"{check} on {device}: differs from float64 by {error:.2g}, more than {check.budget:g}")
     console.print(f"{device}: {done} results compared in {time.monotonic() - start:.1f} s")
@@ -114,11 +114,11 @@ def _functions(paths: Paths, found: list[torch.device]) -> Table:
     for column in ("function", *map(str, found)):
         table.add_column(column)
     for name, by_device in paths.items():
-        table.add_row(name, *(_ways(by_device.get(str(device), {})) for device in found))
+        table.add_row(name, *(_listed(by_device.get(str(device), {})) for device in found))
     return table
 
 
-def _ways(ways: dict[str, str]) -> str:
+def _listed(taken: dict[str, str]) -> str:
     """The usual path, and each other path with the variants that take it."""
-    shown = [f"{way} ({variant})" if number else way for number, (way, variant) in enumerate(ways.items())]
+    shown = [f"{path} ({variant})" if number else path for number, (path, variant) in enumerate(taken.items())]
     return "; ".join(shown) or "-"

@@ -103,7 +103,7 @@ def _rowsparse(randn: Randn) -> Iterator[Check]:
     acts, weight, x = randn(7, 300), randn(300, 40), randn(7, 40)
     acts[acts < 1.5] = 0
     dense = acts.double()
-    packs: dict[str, dict[str, Any]] = {"ELL": {}, "ELL, overflowing": {"capacity": 2}, "CSR": {"format": "csr"}}
+    packs: dict[str, dict[str, Any]] = {"slots": {}, "overflowing": {"capacity": 2}, "exact": {"capacity": "exact"}}
 
     for name, options in packs.items():
         rows = rowsparse.pack(acts, **options)
@@ -119,9 +119,9 @@ def _sae(randn: Randn) -> Iterator[Check]:
     acts, weight, bias = randn(M, N), randn(N, D), randn(D)
     acts[acts < 1.5] = 0
     dense = acts.double()
-    for method in ("auto", "exact", "fixed", "dense"):
-        decode = partial(sae.decode, acts, weight, bias, method=method, capacity=N)
-        yield Check("sae.decode", method, decode, dense @ weight.double() + bias.double())
+    want = dense @ weight.double() + bias.double()
+    for name, capacity in (("", None), ("gathered", N)):
+        yield Check("sae.decode", name, partial(sae.decode, acts, weight, bias, capacity=capacity), want)
     gradients = partial(_gradients, sae.decode, acts, weight)
     yield Check("sae.decode", "gradients", gradients, _gradients(torch.matmul, dense, weight.double()))
     x, W_enc, b_enc = randn(M, D), randn(D, N), randn(N)
@@ -150,10 +150,8 @@ def _gemm(randn: Randn) -> Iterator[Check]:
         yield Check("gemm.linear_glu", variant, partial(gemm.linear_glu, x, gate, up), hidden, BUDGETS[dtype])
         block = partial(gemm.gated_mlp, x, gate, up, down)
         yield Check("gemm.gated_mlp", variant, block, hidden @ down64.t(), BUDGETS[dtype])
-        for format in ("twell", "ell"):
-            pack = partial(gemm.linear_pack, x, gate, format=format)
-            of = f"{variant}, {format}" if variant else format
-            yield Check("gemm.linear_pack", of, pack, (x64 @ gate64.t()).relu(), BUDGETS[dtype])
+        pack = partial(gemm.linear_pack, x, gate)
+        yield Check("gemm.linear_pack", variant, pack, (x64 @ gate64.t()).relu(), BUDGETS[dtype])
 
 
 def _ffn(randn: Randn) -> Iterator[Check]:

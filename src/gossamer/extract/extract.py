@@ -22,8 +22,9 @@ from gossamer.extract.ranks import Ranks
 from gossamer.extract.source import Source, raw
 from gossamer.extract.statistics import Statistics
 from gossamer.extract.writer import Shard, Writer
-from gossamer.rowsparse import CSR, ELL
-from gossamer.rowsparse.formats import offsets_of
+from gossamer.rowsparse import Rows
+from gossamer.rowsparse.entries import listed
+from gossamer.rowsparse.formats import spans_of
 
 # The part of a module's state that follows from the rows it has seen, and on which no latent depends.
 _STATISTICS = ("firing_counts", "steps_since_fired")
@@ -210,18 +211,14 @@ def _begin(operator: str, folder: Path, stack: ExitStack, settings: dict[str, An
         )
 
 
-def _entries(latents: Any) -> CSR:
-    """Latents as a CSR of the true size. Rows that overflowed are read from their source."""
+def _entries(latents: Any) -> Rows:
+    """The entries of latents, one row right behind the other, in as many slots."""
     if isinstance(latents, Tensor):
         latents = latents.to_dense() if latents.is_sparse else latents
-        return rowsparse.pack(latents.reshape(-1, latents.shape[-1]), format="csr")
-    shape = (latents.num_rows, latents.num_columns)
-    if not isinstance(latents, ELL):
-        return rowsparse.convert(latents.reshape(shape), "csr")  # type: ignore[return-value]
-    values, indices, nnz, _ = latents.settle().packed
-    held = torch.arange(latents.capacity, device=latents.device) < nnz[:, None]
-    held &= indices >= 0
-    return CSR(offsets_of(held.sum(1)), indices[held], values[held], shape)
+        return rowsparse.pack(latents.reshape(-1, latents.shape[-1]), capacity="exact")
+    row, columns, values = listed(latents)
+    spans = spans_of(torch.bincount(row, minlength=latents.num_rows))
+    return Rows(values, columns.int(), spans, (latents.num_rows, latents.num_columns))
 
 
 def _fingerprint(sae: Any) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.extract import folder as disk
 from gossamer.extract.statistics import LOWEST, Statistics
 from gossamer.extract.text import mark, spell
-from gossamer.rowsparse import CSR
+from gossamer.rowsparse import Rows
 
 
 class Extraction:
@@ -117,8 +117,8 @@ class Extraction:
         """The number of shards."""
         return len(self.manifest["shards"])
 
-    def read(self, shard: int) -> CSR:
-        """One shard as a `CSR` `(rows, d_sae)` on the CPU. The first time its checksum is verified.
+    def read(self, shard: int) -> Rows:
+        """One shard as `Rows` `(rows, d_sae)` on the CPU. The first time its checksum is verified.
 
         Raises:
             IndexError: no such shard.
@@ -128,7 +128,8 @@ class Extraction:
         described = self._described(shard)
         tensors = self._load(described)
         shape = (described["rows"], self.d_sae)
-        return CSR(tensors["row_offsets"], tensors["indices"], tensors["values"], shape)
+        offsets = tensors["row_offsets"]
+        return Rows(tensors["values"], tensors["indices"], torch.stack([offsets[:-1], offsets.diff()]), shape)
 
     def tokens(self, shard: int) -> Tensor:
         """The token of each row of a shard, int32 `[rows]`.
@@ -223,7 +224,7 @@ class Extraction:
             at += shard["rows"]
         return torch.cat(tokens), torch.cat(starts)
 
-    def __iter__(self) -> Iterator[CSR]:
+    def __iter__(self) -> Iterator[Rows]:
         return (self.read(shard) for shard in range(len(self)))
 
     def __repr__(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse import CSR
+from gossamer.rowsparse import Rows
 
 BINS, LOWEST = 32, -24
 """Bin b of the histogram counts magnitudes in [2^(b + LOWEST), 2^(b + LOWEST + 1)); the outer ones also the rest."""
@@ -46,9 +46,9 @@ class Statistics:
         for name in self.NAMES:
             getattr(self, name).copy_(state[name])
 
-    def update(self, rows: CSR, first: int) -> int:
+    def update(self, rows: Rows, first: int) -> int:
         """Adds rows that stand at `first` and after; how many of their entries are not finite, and so left out."""
-        counts = rows.row_offsets.diff()
+        counts = rows.counts
         position = first + torch.repeat_interleave(torch.arange(counts.shape[0], device=counts.device), counts)
         value = rows.values.float().abs()
         held = value.isfinite() & (value > 0)

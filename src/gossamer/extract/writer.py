@@ -12,7 +12,7 @@ from gossamer.extract.ranks import Ranks
 from gossamer.extract.source import checksum
 from gossamer.extract.statistics import Statistics
 from gossamer.extract.text import Text
-from gossamer.rowsparse import CSR
+from gossamer.rowsparse import Rows
 from gossamer.rowsparse.formats import offsets_of
 
 
@@ -27,12 +27,12 @@ class Shard:
         self._indices: list[Tensor] = []
         self._values: list[Tensor] = []
 
-    def append(self, batch: Tensor, latents: CSR) -> None:
+    def append(self, batch: Tensor, latents: Rows) -> None:
         """The latents of a batch of rows."""
         self.source = self.source or checksum(batch)
         self.nonfinite += self.statistics.update(latents, self.first + self.rows)
         self.rows += latents.num_rows
-        self._counts.append(latents.row_offsets.diff().cpu())
+        self._counts.append(latents.counts.cpu())
         self._indices.append(latents.indices.cpu())
         self._values.append(latents.values.cpu())
 

@@ -18,9 +18,10 @@ from gossamer.rowsparse import Density
 
 Path = Literal["gather", "fused", "dense"]
 PATHS: dict[Path, str] = {
-    "gather": "a CPU, or a known density at which it takes the least time: the gate, and the weights of its entries",
-    "fused": "a gated ReLU or squared ReLU otherwise: gate and up in one product, by `gemm.linear_glu`",
-    "dense": "all other blocks, and small ones where the host takes longer than the device: plain PyTorch",
+    "gather": "a density that is known, and at which gathering takes the least time: the gate, and the weights of its "
+    "entries",
+    "fused": "all other gated blocks with ReLU or its square: gate and up by `gemm.linear_glu`",
+    "dense": "all other blocks, and blocks so small that the host takes longer than the device: plain PyTorch",
 }
 SAMPLE = 256
 """Rows that are counted, at least, of a block that computes all of them."""

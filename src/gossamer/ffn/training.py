@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer._core import operator, tuning
 from gossamer._core.ranges import span
 from gossamer.ffn.activity import Activity
-from gossamer.ffn.costs import sample_step
+from gossamer.ffn.costs import PATHS, sample_step
 from gossamer.ffn.records import SparseTraining, Trained
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.rowsparse import Density
@@ -22,6 +22,13 @@ if TYPE_CHECKING:
     from gossamer.ffn.block import Block
     from gossamer.ffn.tracker import BlockTracker
 
+operator.PATHS["ffn.gated, ffn.plain"] = {
+    **{str(path): condition for path, condition in PATHS.items()},
+    "training/lists": "gradients, and a density that is known and at which lists take less time than dense products: "
+    "both passes on lists of entries",
+    "training/dense": "gradients otherwise: `gemm.gated_mlp`, or plain PyTorch for a block without a gate or with a "
+    "threshold",
+}
 RATE = 1.5
 """At how many times the rate of a single row gather that goes: STAGES rows of a program are on their way at once."""
 PRODUCT = 0.78

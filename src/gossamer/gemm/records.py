@@ -51,7 +51,7 @@ class GatedMlpBwd(NamedTuple):
 
 
 class LinearPack(NamedTuple):
-    """x `[M, K]`, weight `[N, K]`, bias and threshold `[N]`; a TwELL without `capacity`, else an ELL."""
+    """x `[M, K]`, weight `[N, K]`, bias and threshold `[N]`, and the slots of a row and tile and of a row."""
 
     x: Strided
     weight: Strided
@@ -59,5 +59,5 @@ class LinearPack(NamedTuple):
     threshold: Tensor | None
     tile: int
     slots: int
-    capacity: int | None
+    capacity: int
     squared: bool

@@ -27,7 +27,8 @@ class Here:
 
     def encode(self, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, **options: Any) -> tuple[Any, Tensor]:
         """(latents, l0 of each row)"""
-        return sae.encode_with_l0(x, W_enc, b_enc, **options)
+        rows = sae.encode(x, W_enc, b_enc, **options)
+        return rows, rows.l0
 
     def decode(self, rows: Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
         """The reconstruction `[..., d_out]`."""
@@ -71,14 +72,20 @@ class OnRanks(Here):
     group: Any
     latents: range
 
+    @property
+    def _whole_group(self) -> Any:
+        """The group, which None does not name to an operator."""
+        return dist.group.WORLD if self.group is None else self.group
+
     def encode(self, x: Tensor, W_enc: Tensor, b_enc: Tensor | None, **options: Any) -> tuple[Any, Tensor]:
-        return sae.encode_sharded_with_l0(x, W_enc, b_enc, **options, group=self.group)
+        rows = sae.encode(x, W_enc, b_enc, **options, group=self._whole_group)
+        return rows, add_parts(rows.l0, self.group)
 
     def decode(self, rows: Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
-        return sae.decode_sharded(rows, W_dec, b_dec, group=self.group)
+        return sae.decode(rows, W_dec, b_dec, group=self._whole_group)
 
     def estimate(self, rows: Rows, W_dec: Tensor) -> Tensor:
-        return sae.decode_sharded(rows, W_dec, group=self.group)
+        return sae.decode(rows, W_dec, group=self._whole_group)
 
     def highest(self, keys: Tensor, count: int) -> tuple[Tensor, Tensor | None]:
         _, size = check_group("nn.shard_sae", self.group)

@@ -12,7 +12,7 @@ from gossamer._core import checks
 from gossamer._core.recompute import recomputed, remembered
 from gossamer.nn import _recipe
 from gossamer.nn.sae import SAELoss, SparseAutoencoder, mean
-from gossamer.rowsparse import ELL
+from gossamer.rowsparse import Rows
 
 Result = TypeVar("Result")
 _BIASES = ("b_enc", "b_dec")
@@ -197,12 +197,12 @@ class JumpReLUSAE(SparseAutoencoder):
     def _biases(self) -> tuple[Tensor, Tensor]:
         return (self.scaled_b_enc, self.scaled_b_dec) if self.steered else (self.b_enc, self.b_dec)
 
-    def encode(self, x: Tensor) -> ELL:
+    def encode(self, x: Tensor) -> Rows:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts firings."""
         self._check(x)
         return self._as_first(lambda: self._encode_in_units_of_x(x))
 
-    def _encode_in_units_of_x(self, x: Tensor) -> ELL:
+    def _encode_in_units_of_x(self, x: Tensor) -> Rows:
         activation = gemm.JumpReLU(self.threshold, self.bandwidth / self._scale_on_host(), self.ste_to_input)
         options = {"activation": activation, "capacity": self.capacity}
         return self._counted(self._placement.encode(x, self.W_enc, self.b_enc, **options))[0]
@@ -343,7 +343,7 @@ class JumpReLUSAE(SparseAutoencoder):
     def _options(self) -> dict[str, Any]:
         return {"activation": gemm.JumpReLU(self._scaled_threshold, self.bandwidth, self.ste_to_input)}
 
-    def _penalty(self, rows: ELL | Tensor, l0: Tensor) -> Tensor:
+    def _penalty(self, rows: Rows | Tensor, l0: Tensor) -> Tensor:
         target, weight = self._aim()
         if self.penalty == "quadratic":
             l0 = 2 / target * (l0 - target).square()

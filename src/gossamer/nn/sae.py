@@ -12,7 +12,7 @@ from gossamer._core.recompute import recomputed, remembered
 from gossamer.nn._placement import HERE, Here
 from gossamer.nn._silence import Silence
 from gossamer.nn.median import geometric_median
-from gossamer.rowsparse import ELL, DensityTracker, Rows
+from gossamer.rowsparse import DensityTracker, Rows
 from gossamer.sae.decode import decode_dense
 from gossamer.sae.encode_dense import choose_path, encode_dense, most_slots, slots
 from gossamer.sae.smallest import smallest
@@ -117,7 +117,7 @@ class SparseAutoencoder(torch.nn.Module):
         """The dtype of biases, thresholds and statistics."""
         return torch.promote_types(self.W_dec.dtype, torch.float32)
 
-    def encode(self, x: Tensor) -> ELL:
+    def encode(self, x: Tensor) -> Rows:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts firings."""
         self._check(x)
         return self._encode(x, self.capacity)[0]
@@ -204,10 +204,9 @@ class SparseAutoencoder(torch.nn.Module):
             self.W_dec.grad.copy_(torch.addcmul(grad, along[:, None], rows, value=-1))
 
     def _encode(self, x: Tensor, capacity: int | None) -> tuple[Any, Tensor]:
-        """(latents, l0 of each row)"""
-        return self._counted(
-            self._placement.encode(x, self.W_enc, self._biases[0], capacity=capacity, **self._options())
-        )
+        """(latents, l0 of each row). A selection of known size has a slot per entry, whatever `capacity` says."""
+        options = self._options() if self._expected is not None else {"capacity": capacity, **self._options()}
+        return self._counted(self._placement.encode(x, self.W_enc, self._biases[0], **options))
 
     def _options(self) -> dict[str, Any]:
         """The arguments of `sae.encode` and `encode_dense` in this mode."""
@@ -233,7 +232,7 @@ class SparseAutoencoder(torch.nn.Module):
             # Where earlier rows would have filled it, up to twice the usual number of slots.
             found = slots(self._density.basis(training=self.training), self.d_sae) if self._expected is None else None
             latents, l0 = sparse(x, self.capacity or found)
-            return latents, l0, latents.packed.counts if followed else None
+            return latents, l0, latents.counts if followed else None
         acts, l0, fired, nnz = encode_dense(x, self.W_enc, self._biases[0], **self._options())
         if self.training:
             with torch.no_grad():
@@ -244,10 +243,6 @@ class SparseAutoencoder(torch.nn.Module):
         if nnz is not None:
             limit = self.capacity or most_slots(self.d_sae)
             self._density.record(nnz, training=self.training, limit=limit)
-
-    def _entries(self, x: Tensor, capacity: int | None) -> tuple[Rows, Tensor]:
-        """As `_encode`, for `loss` alone, in the format that keeps least memory for the backward pass."""
-        return self._encode(x, capacity)
 
     def _counted(self, found: tuple[Any, Tensor]) -> tuple[Any, Tensor]:
         """Latents and their l0, which a call in training has counted."""
@@ -268,7 +263,7 @@ class SparseAutoencoder(torch.nn.Module):
         if target is x and x.dim() > 2:
             # The encoder and the squared error would each copy an x whose rows do not follow each other in memory.
             x = target = x.contiguous()
-        rows, l0, nnz = self._chosen(x, self._entries)
+        rows, l0, nnz = self._chosen(x, self._encode)
         reconstruction = self._output(x, rows)
         mse = mean(squared_error(target, reconstruction))
         penalty = self._penalty(rows, l0)
@@ -450,9 +445,8 @@ class BatchTopKSAE(Reviving):
         d_sae: number of latents.
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
-        capacity: slots per row of `encode`'s result, as in `sae.encode`. Rows beyond it stay exact but cost as much
-            as dense. `loss` encodes to a CSR in training, unless sharded, which needs none. With None `forward` takes
-            up to twice the usual number in evaluation mode, where earlier rows would have filled that.
+        capacity: slots per row in evaluation mode, as in `sae.encode`. Rows beyond it stay exact but cost as much as
+            dense. With None `forward` takes up to twice the usual number, where earlier rows would have filled that.
         aux_coefficient: as in `TopKSAE`. Beside the gradients that Adam remembers of a latent, 1/32 has no effect.
         aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
         dead_after: as in `TopKSAE`.
@@ -511,12 +505,6 @@ class BatchTopKSAE(Reviving):
     @property
     def _expected(self) -> int | None:
         return self.k if self.training else None
-
-    def _entries(self, x: Tensor, capacity: int | None) -> tuple[Rows, Tensor]:
-        if not self.training or self.sharded:
-            # The number of entries of this rank is not known.
-            return self._encode(x, capacity)
-        return self._counted(self._placement.encode(x, self.W_enc, self._biases[0], format="csr", **self._options()))
 
     def _count(self, rows: Rows | Tensor, fired: Tensor) -> None:
         """Moves the threshold towards the smallest value kept, too, without waiting for the device."""

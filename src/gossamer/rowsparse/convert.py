@@ -1,4 +1,4 @@
-"""One container to another, and to and from PyTorch's sparse tensors."""
+"""To and from PyTorch's sparse tensors."""
 
 import math
 
@@ -6,69 +6,16 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.rowsparse.formats import CSR, ELL, Rows, TwELL, check_tile, offsets_of
-from gossamer.rowsparse.pack import check_container
-from gossamer.rowsparse.settle import build_ell, build_twell, entries
-
-
-def convert(rows: Rows, format: str, *, capacity: int | None = None, tile: int = 256, slots: int | None = None) -> Rows:
-    """The same entries in another format, every one of them stored; holes are left out.
-
-    The operators of this package take every container as it is: this is for what needs one format, and costs a
-    device-to-host sync.
-
-    Args:
-        rows: `ELL`, `CSR` or `TwELL`.
-        format: `"ell"`, `"csr"` or `"twell"`.
-        capacity: slots per row of an ELL; None takes what the fullest row needs.
-        tile: columns per tile of a TwELL, 1 to 32,767.
-        slots: slots per row and tile of a TwELL; None takes what the fullest tile of a row needs.
-
-    Returns:
-        A container without a source, differentiable in the values and the source.
-
-    Raises:
-        TypeError: rows is not a container, or capacity, tile or slots is not an int.
-        ValueError: an unknown format, an argument that belongs to another one, entries that capacity or slots leave no
-            room for, more than 32,767 of them in a row's tile, an index outside [0, N) or its tile, or a row that
-            overflowed without a source.
-        NotImplementedError: under CUDA-graph capture or `torch.compile`.
-
-    Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", section 3.1, for the conversion of
-        tiles to one list a row.
-
-    >>> convert(pack(torch.tensor([[0.0, 2.0], [3.0, 4.0]])), "csr").row_offsets.tolist()
-    [0, 1, 3]
-    """
-    operator = "rowsparse.convert"
-    check_container(operator, rows)
-    if format not in ("ell", "csr", "twell"):
-        raise ValueError(f'{operator}: format must be "ell", "csr" or "twell", got {format!r}.')
-    if format != "ell" and capacity is not None:
-        raise ValueError(f'{operator}: capacity belongs to format="ell". A TwELL takes tile and slots, a CSR neither.')
-    if format != "twell" and (slots is not None or tile != 256):
-        raise ValueError(f'{operator}: tile and slots belong to format="twell". An ELL takes capacity, a CSR neither.')
-    check_tile(operator, tile)
-    for name, size in (("capacity", capacity), ("slots", slots)):
-        if size is not None:
-            checks.positive(operator, name, size, "None takes what is needed.")
-    checks.no_wait(operator, "a conversion", "Give the container to the operator as it is.")
-    m, n = rows.num_rows, rows.num_columns
-    row, columns, values = entries(rows, operator)
-    if format == "csr":
-        return CSR(offsets_of(torch.bincount(row, minlength=m)), columns.int(), values, rows.shape)
-    if format == "ell":
-        return ELL(*build_ell(operator, row, columns, values, m, capacity), rows.shape)
-    return TwELL(*build_twell(operator, row, columns, values, m, n, tile, slots), rows.shape, tile)
+from gossamer.rowsparse.entries import listed
+from gossamer.rowsparse.formats import spans_of
+from gossamer.rowsparse.rows import Rows
 
 
 def to_torch_sparse(rows: Rows, layout: torch.layout) -> Tensor:
-    """`RowSparse.to_torch_sparse`"""
+    """`Rows.to_torch_sparse`"""
     if layout not in (torch.sparse_csr, torch.sparse_coo):
-        raise ValueError(
-            f"rowsparse.{type(rows).__name__}: layout must be torch.sparse_csr or torch.sparse_coo, got {layout}."
-        )
-    row, columns, values = entries(rows.settle())
+        raise ValueError(f"rowsparse.Rows: layout must be torch.sparse_csr or torch.sparse_coo, got {layout}.")
+    row, columns, values = listed(rows.complete())
     shape: tuple[int, ...]
     if layout is torch.sparse_csr:
         at, shape = torch.stack([row, columns]), (rows.num_rows, rows.num_columns)
@@ -79,14 +26,14 @@ def to_torch_sparse(rows: Rows, layout: torch.layout) -> Tensor:
     return sparse if layout is torch.sparse_coo else sparse.to_sparse_csr()
 
 
-def from_torch_sparse(tensor: Tensor) -> CSR:
-    """A sparse tensor of PyTorch as a `CSR`; every stored entry is kept, and repeated ones are added up.
+def from_torch_sparse(tensor: Tensor) -> Rows:
+    """A sparse tensor of PyTorch as `Rows`; every stored entry is kept, and repeated ones are added up.
 
     Args:
         tensor: `[..., N]` in any sparse layout whose entries are single numbers, floating.
 
     Returns:
-        `CSR` of shape `(..., N)` without a source, differentiable in the values.
+        `Rows` of shape `(..., N)` without a source, differentiable in the values.
 
     Raises:
         TypeError: it is not sparse, or not floating.
@@ -95,8 +42,8 @@ def from_torch_sparse(tensor: Tensor) -> CSR:
 
     Source: this package; `torch.sparse`.
 
-    >>> from_torch_sparse(torch.eye(2).to_sparse()).row_offsets.tolist()
-    [0, 1, 2]
+    >>> from_torch_sparse(torch.eye(2).to_sparse()).spans.tolist()
+    [[0, 1], [1, 1]]
     """
     operator = "rowsparse.from_torch_sparse"
     checks.tensors(operator, tensor=tensor)
@@ -113,8 +60,8 @@ def from_torch_sparse(tensor: Tensor) -> CSR:
     row = torch.zeros_like(columns)
     for size, index in zip(shape, leading):
         row = row * size + index
-    offsets = offsets_of(torch.bincount(row, minlength=math.prod(shape[:-1])))
-    return CSR(offsets, columns.int(), coo.values(), shape)
+    spans = spans_of(torch.bincount(row, minlength=math.prod(shape[:-1])))
+    return Rows(coo.values(), columns.int(), spans, shape)
 
 
 def _check_layout(operator: str, tensor: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""The plain product, and what it takes: for whoever may choose it instead of gathering.
+"""The plain product and its time, for callers that may choose it instead of gathering.
 
 On an H200 cuBLAS multiplies 16-bit matrices whose rows begin off 16 bytes at a fifth of its rate, 110 to 190 TFLOP/s
 instead of 600. Where a product is large, copies with zeros behind their rows cost less than that.
@@ -30,7 +30,7 @@ def dense_product(
         with autocast.disabled(x.device):
             return dense_product(x, weight, bias, out_dtype, wide=wide)
     dtype = out_dtype or weight.dtype
-    # Rounding the product to half first would lose what a wider result is asked for.
+    # Rounding the product to half first would lose the digits of a wider result.
     working = torch.promote_types(dtype, weight.dtype)
     added = bias if bias is not None and bias.dtype is working else None
     out = _multiply(x.to(working), weight.to(working), added, wide)
@@ -72,7 +72,7 @@ def padded(columns: int, like: Tensor) -> int:
 
 
 def dense_seconds(m: int, n: int, d: int, size: int, tf32: bool, index: int) -> float:
-    """What the product takes on CUDA device `index` with elements of `size` bytes, in rows that lie close together."""
+    """The time of the product on CUDA device `index` with elements of `size` bytes, in rows that lie close together."""
     each = 16 // size
     return _cost(m, n, d, size, tf32, index, n % each != 0 or d % each != 0)[0]
 

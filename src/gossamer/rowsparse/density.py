@@ -1,4 +1,4 @@
-"""How dense what one layer packs has been, known without waiting for the device."""
+"""The density of the rows that one layer packs, known without waiting for the device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PARTS = 64
 
 @dataclass(frozen=True)
 class Density:
-    """What the rows of one call held.
+    """The entries of the rows of one call.
 
     Args:
         rows: how many there were.
@@ -86,7 +86,7 @@ class DensityTracker:
         return f"DensityTracker(lag={self.lag}, last_path={self.last_path!r}{pinned}{seen})"
 
     def known(self, *, training: bool) -> Density | None:
-        """What was last read, or None before anything was."""
+        """The statistics last read, or None before the first."""
         return self._histories[training].known
 
     def check_pinned(self, *ways: str) -> None:
@@ -105,7 +105,7 @@ class DensityTracker:
         """The name of the way this call goes; one call of this and one of `record` belong to each call of the layer.
 
         Args:
-            choose: from what is known, or None, to the name of a way; pure.
+            choose: from the statistics, or None, to the name of a way; pure.
             training: which history the call belongs to.
         """
         history = self._histories[training]
@@ -129,17 +129,17 @@ class DensityTracker:
         return chosen
 
     def _decided(self, history: _History, choose: Callable[[Density | None], str]) -> tuple[str, Density | None]:
-        # What is recorded has to be read where the way is pinned, too, or it would pile up.
+        # Recorded statistics are read where the way is pinned, too, or they would pile up.
         history.read()
         history.basis = history.known
         return self.pinned or choose(history.known), history.known
 
     def _lost(self, history: _History, choose: Callable[[Density | None], str]) -> tuple[str, Density | None]:
-        """The way last taken: what else is known of a first run that was not seen?"""
+        """The way last taken: nothing else is known of a first run that was not seen."""
         return self.pinned or history.path or choose(history.known), history.basis
 
     def basis(self, *, training: bool) -> Density | None:
-        """What the way last taken was chosen by, or None: what else a call chooses by this stays when the way does.
+        """The statistics that the way last taken was chosen by, or None: other choices by them stay when the way does.
         None to `torch.compile`, which would compile for each number anew."""
         if torch.compiler.is_compiling():
             return None

@@ -1,4 +1,4 @@
-"""Containers made of the values of others."""
+"""Containers made of others: of their values, of some of their rows, or of several one after another."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.rowsparse._torch.pack import overflow_error
-from gossamer.rowsparse.container import unchecked
-from gossamer.rowsparse.formats import CSR, Rows, TwELL
-from gossamer.rowsparse.pack import check_container
-from gossamer.rowsparse.settle import slots_of
+from gossamer.rowsparse.entries import listed, slots_of
+from gossamer.rowsparse.formats import spans_of
+from gossamer.rowsparse.linear_source import LinearSource
+from gossamer.rowsparse.rows import Rows, check_container, unchecked
 
 
-def map_values(rows: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """`RowSparse.map`"""
-    operator = f"rowsparse.{type(rows).__name__}.map"
-    values, indices, counts, _ = rows.settle().packed
-    row, _, held, over = slots_of(rows)
-    # Slots without an entry may hold anything, of which neither a value nor a gradient is to come out.
+def map_values(rows: Rows, function: Callable[[Tensor], Tensor]) -> Rows:
+    """`Rows.map`"""
+    operator = "rowsparse.Rows.map"
+    values, indices, spans, _ = rows.complete().packed
+    _, held = slots_of(spans, values.shape[0])
+    held = held & (indices != -1)
+    # A slot without an entry may hold anything; neither a value nor a gradient may come of it.
     found = function(torch.where(held, values, 0))
     if not isinstance(found, Tensor) or found.dtype not in checks.FLOATS:
         got = found.dtype if isinstance(found, Tensor) else type(found).__name__
@@ -30,31 +30,18 @@ def map_values(rows: Any, function: Callable[[Tensor], Tensor]) -> Any:
         )
     if not torch.compiler.is_compiling() and not checks.capturing():
         with torch.no_grad():
-            at_zero = function(values.new_zeros(values.shape[:-1] + (1,)) if values.dim() > 1 else values.new_zeros(1))
+            at_zero = function(values.new_zeros(1))
             if bool((at_zero != 0).any()):
                 raise ValueError(
-                    f"{operator}: function(0) must be 0, for what has no entry stays 0, got "
-                    f"{float(at_zero.flatten()[0])}. Take rows.to_dense() for other functions."
+                    f"{operator}: function(0) must be 0, for an element without an entry stays 0, got "
+                    f"{float(at_zero[0])}. Take rows.to_dense() for other functions."
                 )
-    return rows.rebuilt(_held(operator, found, held, row, over), indices, counts, None)
+    return unchecked(torch.where(held, found, 0), indices, spans, rows.shape)
 
 
-def _held(operator: str, values: Tensor, held: Tensor, row: Tensor, over: Tensor) -> Tensor:
-    """values where slots hold an entry, else 0. What overflowed without a source is nobody's zeros: that raises where
-    the host computes, and is NaN elsewhere."""
-    kept = torch.where(held, values, 0)
-    if over.numel() == 0:
-        return kept
-    if not checks.host_computes(over):
-        return torch.where(over[row.clamp(0, over.numel() - 1)], float("nan"), kept)
-    if bool(over.any()):
-        raise overflow_error(operator)
-    return kept
-
-
-def where(rows: Any, mask: Tensor) -> Any:
-    """`RowSparse.where`"""
-    operator = f"rowsparse.{type(rows).__name__}.where"
+def where(rows: Rows, mask: Tensor) -> Rows:
+    """`Rows.where`"""
+    operator = "rowsparse.Rows.where"
     if not isinstance(mask, Tensor) or mask.dtype is not torch.bool:
         got = checks.name_of(mask.dtype) if isinstance(mask, Tensor) else type(mask).__name__
         raise TypeError(f"{operator}: mask must be a bool tensor, got {got}.")
@@ -64,26 +51,24 @@ def where(rows: Any, mask: Tensor) -> Any:
     except RuntimeError:
         raise ValueError(
             f"{operator}: mask must broadcast to the shape of rows, {rows.shape}, got {list(mask.shape)}. "
-            "What is to be chosen by value rows.map does."
+            "rows.map chooses by value."
         ) from None
-    values, indices, counts, _ = rows.settle().packed
-    row, column, held, over = slots_of(rows)
-    kept = _held(operator, values, held, row, over)
+    values, indices, spans, _ = rows.complete().packed
+    row, held = slots_of(spans, values.shape[0])
     # An index that no mask has stays for the operator that refuses it, or makes NaN of it.
-    held = held & (column >= 0) & (column < rows.num_columns)
+    inside = held & (indices >= 0) & (indices < rows.num_columns)
     if values.numel() and mask.numel():
         leading: list[Tensor] = []
         for size in reversed(rows.shape[:-1]):
-            leading.insert(0, torch.where(held, row % size, 0))
+            leading.insert(0, torch.where(inside, row % size, 0))
             row = torch.div(row, size, rounding_mode="floor")
-        out = held & ~mask[(*leading, torch.where(held, column, 0))]
-        kept = torch.where(out, 0, kept)
-    return rows.rebuilt(kept, indices, counts, None)
+        held = held & ~(inside & ~mask[(*leading, torch.where(inside, indices, 0).long())])
+    return unchecked(torch.where(held & (indices != -1), values, 0), indices, spans, rows.shape)
 
 
-def ablate(rows: Any, columns: Any) -> Any:
-    """`RowSparse.ablate`"""
-    operator = f"rowsparse.{type(rows).__name__}.ablate"
+def ablate(rows: Rows, columns: Any) -> Rows:
+    """`Rows.ablate`"""
+    operator = "rowsparse.Rows.ablate"
     named = torch.as_tensor(columns)
     if named.numel() == 0 and not isinstance(columns, Tensor):
         named = named.long()
@@ -101,19 +86,63 @@ def ablate(rows: Any, columns: Any) -> Any:
     return where(rows, mask)
 
 
+def select(rows: Rows, key: Any) -> Rows:
+    """`Rows.__getitem__`"""
+    leading = rows.shape[:-1]
+    key = key if isinstance(key, tuple) else (key,)
+    try:
+        which = torch.arange(rows.num_rows, device=rows.device).view(leading)[key]
+    except IndexError as error:
+        raise IndexError(
+            f"rowsparse.Rows: {error}. Rows are indexed by their leading dimensions, {leading}; "
+            "columns stay whole: rows.where(mask) and rows.ablate(columns) choose among them."
+        ) from None
+    shape = (*which.shape, rows.num_columns)
+    which = which.reshape(-1)
+    if any(_may_repeat(part) for part in key):
+        checks.no_wait("rowsparse.Rows", "to take rows by integers of a tensor", "Take rows by slices.")
+        return _copied(rows, which, shape)
+    values, indices, spans, source = rows.packed
+    if source is not None:
+        source = source.of_rows(which) if isinstance(source, LinearSource) else _rows_of(source, leading, key)
+    return unchecked(values, indices, spans[:, which], shape, source)
+
+
+def _rows_of(source: Tensor, leading: tuple[int, ...], key: Any) -> Tensor:
+    """The selected rows, a view where the key is slices: a dense source is large."""
+    places = [at for at, part in enumerate(key) if part is Ellipsis]
+    if places:
+        # The source has one dimension more, which an ellipsis must not take.
+        key = (*key, slice(None))
+    return source.reshape(*leading, source.shape[1])[key].reshape(-1, source.shape[1])
+
+
+def _may_repeat(part: Any) -> bool:
+    return isinstance(part, list | range) or (isinstance(part, Tensor) and part.dtype is not torch.bool)
+
+
+def _copied(rows: Rows, which: Tensor, shape: tuple[int, ...]) -> Rows:
+    row, columns, values = listed(rows)
+    counts = torch.bincount(row, minlength=rows.num_rows)
+    begins, spans = counts.cumsum(0) - counts, spans_of(counts[which])
+    place = torch.arange(int(spans[1].sum()), device=which.device)
+    to = torch.repeat_interleave(torch.arange(which.shape[0], device=which.device), spans[1])
+    at = begins[which][to] + place - spans[0][to]
+    return unchecked(values[at], columns[at].int(), spans, shape)
+
+
 def cat(rows: Sequence[Rows]) -> Rows:
-    """Containers one after another, along the first of their leading dimensions; they settle first.
+    """Containers one after another, along the first of their leading dimensions; they are completed first.
 
     Args:
-        rows: containers of one format and dtype (and tile), whose shapes differ in the first dimension alone.
+        rows: containers of one dtype, whose shapes differ in the first dimension alone.
 
     Returns:
-        A container of that format without a source, differentiable in the values.
+        A container without a source, differentiable in the values.
 
     Raises:
-        TypeError: something is no container, or formats or dtypes differ.
-        ValueError: nothing to concatenate, shapes, tiles or devices do not fit, or a row of a CSR overflowed without a
-            source (one of another format stays as it is, for the next operator to find).
+        TypeError: an element is no container, or dtypes differ.
+        ValueError: nothing to concatenate, or shapes or devices do not fit.
 
     Source: this package; `torch.cat`.
 
@@ -127,48 +156,25 @@ def cat(rows: Sequence[Rows]) -> Rows:
         check_container(operator, one)
     first = given[0]
     for one in given[1:]:
-        if type(one) is not type(first) or one.dtype is not first.dtype:
+        if one.dtype is not first.dtype:
             raise TypeError(
-                f"{operator}: rows must have one format and dtype, got {type(first).__name__} of "
-                f"{checks.name_of(first.dtype)} and {type(one).__name__} of {checks.name_of(one.dtype)}. "
-                "rowsparse.convert and .to(dtype) make them alike."
+                f"{operator}: rows must have one dtype, got {checks.name_of(first.dtype)} and "
+                f"{checks.name_of(one.dtype)}. Convert one with .to(dtype)."
             )
-    tiles = {one.tile for one in given if isinstance(one, TwELL)}
-    if len(first.shape) < 2 or len({one.shape[1:] for one in given}) > 1 or len(tiles) > 1:
+    if len(first.shape) < 2 or len({one.shape[1:] for one in given}) > 1:
         raise ValueError(
-            f"{operator}: shapes must be (rows, ..., N) and differ in the first dimension alone"
-            f"{', in tiles of one size' if tiles else ''}, got {', '.join(str(one.shape) for one in given)}."
+            f"{operator}: shapes must be (rows, ..., N) and differ in the first dimension alone, got "
+            f"{', '.join(str(one.shape) for one in given)}."
         )
     for one in given[1:]:
         checks.same_device(operator, "the first of rows", first.device, rows=one.packed.values)
-    settled = [one.settle().packed for one in given]
-    shape = (sum(one.shape[0] for one in given), *first.shape[1:])
-    if isinstance(first, CSR):
-        return _cat_csr(settled, shape)
-    size = max(part.values.shape[-1] for part in settled)
-    pad = torch.nn.functional.pad
-    values = torch.cat([pad(part.values, (0, size - part.values.shape[-1])) for part in settled])
-    hole = 0 if tiles else -1
-    indices = torch.cat([pad(part.indices, (0, size - part.indices.shape[-1]), value=hole) for part in settled])
-    # What has overflowed without a source goes on saying so, in wider buffers too.
-    counts = torch.cat(
-        [
-            torch.where(part.counts > part.values.shape[-1], part.counts.clamp(min=size + 1), part.counts)
-            for part in settled
-        ]
-    )
-    return unchecked(type(first), values, indices, counts, shape, None, *tiles)
-
-
-def _cat_csr(settled: Sequence[Any], shape: tuple[int, ...]) -> CSR:
-    """Without what stands behind the last entry of each."""
-    sizes = torch.stack([part.counts[-1] for part in settled]).tolist()
-    if any(size > part.values.shape[0] for part, size in zip(settled, sizes)):
-        raise overflow_error("rowsparse.cat")
-    offsets, base = [settled[0].counts[:1]], 0
-    for part, size in zip(settled, sizes):
-        offsets.append(part.counts[1:] + base)
-        base += size
-    values = torch.cat([part.values[:size] for part, size in zip(settled, sizes)])
-    indices = torch.cat([part.indices[:size] for part, size in zip(settled, sizes)])
-    return unchecked(CSR, values, indices, torch.cat(offsets), shape)
+    whole = [one.complete().packed for one in given]
+    room, base, spans = sum(part.values.shape[0] for part in whole), 0, []
+    for part in whole:
+        starts, counts = part.spans
+        # A row that overflowed without a source goes on doing so, in longer buffers too.
+        over = starts + counts > part.values.shape[0]
+        spans.append(torch.stack([torch.where(over, room + 1, starts + base), counts]))
+        base += part.values.shape[0]
+    values, indices = torch.cat([part.values for part in whole]), torch.cat([part.indices for part in whole])
+    return unchecked(values, indices, torch.cat(spans, 1), (sum(one.shape[0] for one in given), *first.shape[1:]))

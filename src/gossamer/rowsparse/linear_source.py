@@ -1,25 +1,81 @@
-"""Rows that overflowed, computed again from what a linear layer had made them of."""
+"""A linear layer as the source of rows that overflowed, which operators compute again, and no others."""
 
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree
 
 from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse._torch import linear_source as _cpu
-from gossamer.rowsparse.container import LinearSource
 
 
-def dense_rows(source: LinearSource, counts: Tensor, limit: int) -> Tensor:
-    """`[M, N]`, right at rows whose count exceeds `limit`, differentiable in x, weight and bias of the source."""
-    parts = (source.x, source.weight, source.bias, source.threshold)
-    out = undispatched(_linear_source, *parts)(*parts, counts, limit)
-    return out * out if source.squared else out
+@dataclass(frozen=True, eq=False)
+class LinearSource:
+    """The rows max(x @ weight.T + bias, 0), or 0 up to a threshold, or squared, by the operands of the product.
+
+    The source of a container that was packed while the product was computed: the dense matrix never existed.
+
+    Args:
+        x: `[M, K]`, float, any strides.
+        weight: `[N, K]`, any strides; the dtype and device of x.
+        bias: `[N]`, added in float32, or None.
+        threshold: `[N]`, compared in float32, or None for 0. z is kept where not z <= max(threshold, 0).
+        squared: whether the square of z is kept instead.
+
+    Source: this package's own; "Sparser, Faster, Lighter Transformer Language Models" keeps a dense backup of them.
+
+    >>> LinearSource(torch.ones(2, 3), torch.ones(5, 3)).shape
+    (2, 5)
+    """
+
+    x: Tensor
+    weight: Tensor
+    bias: Tensor | None = None
+    threshold: Tensor | None = None
+    squared: bool = False
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        return self.x, self.weight, self.bias, self.threshold
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(M, N)."""
+        return self.x.shape[0], self.weight.shape[0]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.weight.device
+
+    @property
+    def requires_grad(self) -> bool:
+        return any(t is not None and t.requires_grad for t in self.tensors[:3])
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "LinearSource":
+        mapped: Any = [None if t is None else function(t) for t in self.tensors]
+        x, weight, bias, threshold = mapped
+        return LinearSource(x, weight, bias, threshold, self.squared)
+
+    def of_rows(self, key: Any) -> "LinearSource":
+        """The same of some rows of x."""
+        return replace(self, x=self.x[key])
+
+    def dense(self, spans: Tensor, room: int, dtype: torch.dtype) -> Tensor:
+        """`[M, N]`, right at rows whose spans end beyond `room`, differentiable in x, weight and bias."""
+        out: Tensor = undispatched(_linear_source, *self.tensors)(*self.tensors, spans, room)
+        return (out * out if self.squared else out).to(dtype)
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, _, counts, ctx.limit = inputs
-    ctx.save_for_backward(x, weight, counts, output)
+    x, weight, bias, _, spans, ctx.room = inputs
+    ctx.save_for_backward(x, weight, spans, output)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
@@ -28,33 +84,26 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     from gossamer.rowsparse.matmul import gradients, matmul_operator
     from gossamer.rowsparse.transpose import transpose_keys
 
-    x, weight, counts, out = ctx.saved_tensors
+    x, weight, spans, out = ctx.saved_tensors
     need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    flagged = counts > ctx.limit
+    flagged = spans.sum(0) > ctx.room
     dense = torch.where(flagged[:, None] & (out != 0), grad, 0).to(weight.dtype)
-    # Lists of one slot: rows without an entry, and rows that overflowed.
-    m = x.shape[0]
-    values = weight.new_zeros(m, 1)
-    indices = torch.full((m, 1), -1, dtype=torch.int32, device=x.device)
-    counts = torch.where(flagged, 2, 0).int()
+    # Buffers without a slot: rows without an entry, and rows that overflowed.
+    values, indices = weight.new_empty(0), spans.new_empty(0, dtype=torch.int32)
+    spans = torch.stack([torch.zeros_like(spans[0]), flagged.long()])
     grad_x = grad_weight = grad_bias = None
     if need_x:
-        grad_x = matmul_operator(values, indices, counts, dense, weight, None, x.dtype)
+        grad_x = matmul_operator(values, indices, spans, dense, weight, None, x.dtype)
     if need_weight:
-        columns = transpose_keys(indices, counts, weight.shape[0])
-        grad_weight = gradients(x, indices, columns, values, counts, dense, None, weight.dtype)[0]
+        columns = transpose_keys(indices, spans, weight.shape[0])
+        grad_weight = gradients(x, indices, columns, values, spans, dense, None, weight.dtype)[0]
     if need_bias:
         grad_bias = dense.sum(0, dtype=torch.promote_types(dense.dtype, torch.float32)).to(ctx.bias_dtype)
     return grad_x, grad_weight, grad_bias, None, None, None
 
 
-def _fake_matmul(values: Tensor, *rest: Any) -> Tensor:
-    weight, _, out_dtype = rest[-3:]
-    return weight.new_empty(values.shape[0], weight.shape[1], dtype=out_dtype or weight.dtype)
-
-
 _linear_source = register(
-    "linear_source(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, Tensor counts, SymInt limit) -> Tensor",
+    "linear_source(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, Tensor spans, SymInt room) -> Tensor",
     cpu=_cpu.linear_source,
     strided=("x", "weight"),
     fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
@@ -62,11 +111,20 @@ _linear_source = register(
     backward=_backward,
 )
 matmul_linear = register(
-    "matmul_linear(Tensor values, Tensor indices, Tensor counts, Tensor x, Tensor source_weight, Tensor? source_bias, "
+    "matmul_linear(Tensor values, Tensor indices, Tensor spans, Tensor x, Tensor source_weight, Tensor? source_bias, "
     "Tensor? threshold, Tensor weight, Tensor? bias, ScalarType? out_dtype) -> Tensor",
     cpu=_cpu.matmul_linear,
     strided=("x", "source_weight", "weight"),
-    fake=_fake_matmul,
+    fake=lambda _v, _i, spans, _x, _w, _b, _t, weight, _, out_dtype: weight.new_empty(
+        spans.shape[1], weight.shape[1], dtype=out_dtype or weight.dtype
+    ),
     # With gradients `rowsparse.matmul` takes the dense rows of the source.
     once_differentiable="rowsparse.matmul",
+)
+
+_pytree.register_pytree_node(
+    LinearSource,
+    lambda source: ([*source.tensors], source.squared),
+    lambda tensors, squared: LinearSource(*tensors, squared=squared),  # type: ignore[misc]
+    serialized_type_name="gossamer.rowsparse.LinearSource",
 )

@@ -10,12 +10,12 @@ from gossamer._core.calls import Checked, Key, key_of
 from gossamer._core.ops import needs_gradient, register, shortcut, undispatched
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
-from gossamer.rowsparse.container import LinearSource
 from gossamer.rowsparse.dense_product import dense_product
-from gossamer.rowsparse.formats import CSR, ELL, Rows
-from gossamer.rowsparse.linear_source import matmul_linear
+from gossamer.rowsparse.entries import fitting
+from gossamer.rowsparse.linear_source import LinearSource, matmul_linear
 from gossamer.rowsparse.matmul_path import choose_path, rows_at_once
-from gossamer.rowsparse.pack import check_container, gathered, parts, unpack_operator
+from gossamer.rowsparse.pack import parts, unpack_operator
+from gossamer.rowsparse.rows import Rows, check_container
 from gossamer.rowsparse.transpose import transpose_keys
 
 _checked: Checked[bool] = Checked()
@@ -28,7 +28,7 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
     On a GPU rows whose slots are more than a few percent of the columns are unpacked for a dense product.
 
     Args:
-        rows: `ELL`, `CSR` or `TwELL` of shape `(..., N)`.
+        rows: `Rows` of shape `(..., N)`.
         weight: `[N, D]`, the dtype and device of rows, any strides.
         out_dtype: dtype of the result; None takes the weight's. Sums are float32 (float64 for float64).
 
@@ -60,19 +60,20 @@ def repeat(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> 
     key = list_key(rows, weight, bias)
     if key is None or _checked.get((key, out_dtype)) is None:
         return None
-    values, indices, counts, source = rows.packed
-    given = (values.contiguous(), indices.contiguous(), counts.contiguous(), source, weight, bias, out_dtype)
+    values, indices, spans, source = rows.packed
+    given = (values, indices, spans, source, weight, bias, out_dtype)
     if needs_gradient(values, source, weight, bias):
         return undispatched(matmul_operator, values, source, weight, bias)(*given)
     return shortcut(matmul_operator, weight.device)(*given)
 
 
 def list_key(rows: Any, *others: Any) -> Key | None:
-    """What the checks of a call with an ELL or CSR without a linear source depend on; `others` are tensors and None."""
-    if type(rows) not in (ELL, CSR) or type(rows.packed.source) is LinearSource:
+    """The properties that the checks of a call with a container without a linear source depend on; `others` are tensors
+    and None."""
+    if type(rows) is not Rows or type(rows.packed.source) is LinearSource:
         return None
     # That the container's parts fit each other has been seen to.
-    key = key_of((rows.packed.values, *others), (type(rows), rows.shape))
+    key = key_of((rows.packed.values, *others), (rows.shape,))
     # It changes dtypes.
     return None if key is None or torch._C._is_any_autocast_enabled() else key
 
@@ -88,7 +89,6 @@ def multiply(
 ) -> Tensor:
     """rows @ weight + bias, `[M, D]`, of checked shapes; the names are those of the caller's signature."""
     autocasts = autocast.enabled(weight.device)
-    rows = gathered(rows)
     *lists, source = rows.packed
     if (
         isinstance(source, LinearSource)
@@ -97,15 +97,14 @@ def multiply(
         and not (autocasts or needs_gradient(rows, weight, bias))
     ):
         checks.same_dtype(operator, argument, lists[0], **{name: weight})
-        lists = [part.contiguous() for part in lists]
-        given = (source.x, source.weight, source.bias, source.threshold)
+        given = source.tensors
         return undispatched(matmul_linear, lists[0], *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
-    values, indices, offsets, dense = parts(operator, rows, argument)
+    values, indices, spans, dense = parts(operator, rows, argument)
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
     checks.same_dtype(operator, argument, values, **{name: weight})
     call = matmul_operator if autocasts else undispatched(matmul_operator, values, weight, bias)
-    out = call(values, indices, offsets, dense, weight, bias, out_dtype)
+    out = call(values, indices, spans, dense, weight, bias, out_dtype)
     key = list_key(rows, weight, bias)
     _checked.keep(None if key is None else (key, out_dtype), True)
     return out
@@ -121,28 +120,28 @@ def check_weight(
 
 
 def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    values, indices, offsets, source, weight, bias, _ = inputs
-    ctx.save_for_backward(values, indices, offsets, source, weight)
+    values, indices, spans, source, weight, bias, _ = inputs
+    ctx.save_for_backward(values, indices, spans, source, weight)
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    values, indices, offsets, source, weight = ctx.saved_tensors
+    values, indices, spans, source, weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grad_values = grad_source = grad_weight = grad_bias = None
     products = None
-    if needs[4] and _unpacks(values, offsets, source, weight, grad):
-        unpacked = undispatched(unpack_operator, values, source)(values, indices, offsets, source, weight.shape[0])
+    if needs[4] and _unpacks(values, spans, source, weight, grad):
+        unpacked = undispatched(unpack_operator, values, source)(values, indices, spans, source, weight.shape[0])
         grad_weight = dense_product(unpacked.t(), grad, None, None)
     elif needs[4]:
-        columns = undispatched(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
+        columns = undispatched(transpose_keys, indices, spans)(indices, spans, weight.shape[0])
         sampled = weight if needs[0] else None
-        grad_weight, products = gradients(grad, indices, columns, values, offsets, source, sampled, weight.dtype)
+        grad_weight, products = gradients(grad, indices, columns, values, spans, source, sampled, weight.dtype)
     if needs[3] or (needs[0] and products is None):
-        # What has no entry has no gradient, but that is for whoever made the source to say.
+        # An element without an entry has no gradient; the maker of the source masks it.
         wanted = source if needs[3] else None
         call = undispatched(sampled_operator, grad, weight, source)
-        products, dense = call(grad, weight, indices, offsets, wanted, False, False, products)
+        products, dense = call(grad, weight, indices, spans, wanted, False, False, products)
         grad_source = dense.to(source.dtype) if needs[3] else None
     if needs[0] and products is not None:
         grad_values = products.to(values.dtype)
@@ -151,20 +150,20 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return grad_values, None, None, grad_source, grad_weight, grad_bias, None
 
 
-def _unpacks(values: Tensor, offsets: Tensor, source: Tensor | None, weight: Tensor, grad: Tensor) -> bool:
+def _unpacks(values: Tensor, spans: Tensor, source: Tensor | None, weight: Tensor, grad: Tensor) -> bool:
     """Whether the weight's gradient is the dense product of unpacked rows: where `matmul` is, and they fit at once."""
-    # What is traced is no plain tensor, and may have no sizes to choose by.
+    # A traced tensor is no plain one, and may have no sizes to choose by.
     if torch.is_grad_enabled() or type(grad) is not Tensor or not values.dtype is weight.dtype is grad.dtype:
         return False
-    m, n = offsets.shape[0] - int(values.dim() == 1), weight.shape[0]
+    m, n = spans.shape[1], weight.shape[0]
     if choose_path(values, m, source is not None, weight) == "gather":
         return False
     return rows_at_once(m, n, values.element_size(), values, weight, weight, grad) == m
 
 
-def _fake(values: Tensor, indices: Tensor, offsets: Tensor, *rest: Any) -> Tensor:
-    rows, (_, weight, _, out_dtype) = offsets.shape[0] - int(indices.dim() == 1), rest
-    return weight.new_empty(rows, weight.shape[1], dtype=out_dtype or weight.dtype)
+def _fake(values: Tensor, indices: Tensor, spans: Tensor, *rest: Any) -> Tensor:
+    _, weight, _, out_dtype = rest
+    return weight.new_empty(spans.shape[1], weight.shape[1], dtype=out_dtype or weight.dtype)
 
 
 def gradients(
@@ -172,7 +171,7 @@ def gradients(
     indices: Tensor,
     columns: tuple[Tensor, Tensor, Tensor],
     values: Tensor,
-    offsets: Tensor,
+    spans: Tensor,
     source: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
@@ -185,38 +184,38 @@ def gradients(
     """
     col_offsets, keys, _ = columns
     call = undispatched(_matmul_bwd, grad, values, source, weight)
-    grad_weight, products = call(grad, indices, keys, col_offsets, values, offsets, source, weight, dtype, mask)
+    grad_weight, products = call(grad, indices, keys, col_offsets, values, spans, source, weight, dtype, mask)
     return grad_weight, None if weight is None else products
 
 
 def _bwd_context(ctx: Any, inputs: Any, output: Any) -> None:
-    grad, indices, keys, col_offsets, values, offsets, source, weight, _, mask = inputs
-    assert mask is None, "who gives one refuses second derivatives"
-    ctx.save_for_backward(grad, indices, keys, col_offsets, values, offsets, source, weight)
+    grad, indices, keys, col_offsets, values, spans, source, weight, _, mask = inputs
+    assert mask is None, "a caller with a mask refuses second derivatives"
+    ctx.save_for_backward(grad, indices, keys, col_offsets, values, spans, source, weight)
 
 
 def _bwd_backward(ctx: Any, grad_weight: Tensor, grad_products: Tensor) -> tuple[Tensor | None, ...]:
     """Both gradients are linear in each of their factors, as the product itself is."""
-    grad, indices, keys, col_offsets, values, offsets, source, weight = ctx.saved_tensors
+    grad, indices, keys, col_offsets, values, spans, source, weight = ctx.saved_tensors
     needs = ctx.needs_input_grad
     grad_weight = grad_weight.to(values.dtype)
     grad_grad = grad_values = grad_source = grad_factor = None
     if needs[0]:
-        grad_grad = matmul_operator(values, indices, offsets, source, grad_weight, None, grad.dtype)
+        grad_grad = matmul_operator(values, indices, spans, source, grad_weight, None, grad.dtype)
     if needs[4] or needs[6]:
         sampled, dense = sampled_operator(
-            grad, grad_weight, indices, offsets, source if needs[6] else None, False, False, None
+            grad, grad_weight, indices, spans, source if needs[6] else None, False, False, None
         )
         grad_values = sampled.to(values.dtype) if needs[4] else None
         grad_source = dense.to(source.dtype) if needs[6] else None
     if weight is not None:
-        fitting = _without_overflowed(indices, offsets)
+        fits = fitting(spans, indices.shape[0])
         factors = grad_products.to(values.dtype)
         if needs[0]:
-            grad_grad = grad_grad + matmul_operator(factors, indices, fitting, None, weight, None, grad.dtype)
+            grad_grad = grad_grad + matmul_operator(factors, indices, fits, None, weight, None, grad.dtype)
         if needs[7]:
             dtype = weight.dtype
-            grad_factor = _matmul_bwd(grad, indices, keys, col_offsets, factors, offsets, None, None, dtype)[0]
+            grad_factor = _matmul_bwd(grad, indices, keys, col_offsets, factors, spans, None, None, dtype)[0]
     return grad_grad, None, None, None, grad_values, None, grad_source, grad_factor, None, None
 
 
@@ -235,24 +234,16 @@ def _fake_sampled(x: Tensor, weight: Tensor, indices: Tensor, *rest: Any) -> tup
 
 
 def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, indices, offsets, source, scatter, ctx.masked, products = inputs
+    x, weight, indices, spans, source, scatter, ctx.masked, products = inputs
     ctx.given = None if products is None else products.dtype
-    assert not scatter, "who scatters refuses second derivatives"
-    ctx.save_for_backward(x, weight, indices, offsets, source)
-
-
-def _without_overflowed(indices: Tensor, offsets: Tensor) -> Tensor:
-    """Counts or offsets by which rows that overflowed hold nothing: without a source there is nothing to read."""
-    if indices.dim() == 2:
-        return torch.where(offsets > indices.shape[1], 0, offsets)
-    # Offsets ascend: what overflows is at the end.
-    return offsets.minimum(torch.where(offsets > indices.shape[0], 0, offsets).max())
+    assert not scatter, "a caller that scatters refuses second derivatives"
+    ctx.save_for_backward(x, weight, indices, spans, source)
 
 
 def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, indices, offsets, source = ctx.saved_tensors
+    x, weight, indices, spans, source = ctx.saved_tensors
     if source is None:
-        grad_source, offsets = None, _without_overflowed(indices, offsets)
+        grad_source, spans = None, fitting(spans, indices.shape[0])
     else:
         grad_source = torch.where(source != 0, grad_dense, 0) if ctx.masked else grad_dense
     grad_x = grad_weight = grad_products = None
@@ -260,15 +251,15 @@ def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tupl
         grad_products, grad_values = grad_values.to(ctx.given), torch.zeros_like(grad_values)
     if ctx.needs_input_grad[0]:
         call = undispatched(matmul_operator, grad_values, grad_source, weight)
-        grad_x = call(grad_values, indices, offsets, grad_source, weight, None, x.dtype)
+        grad_x = call(grad_values, indices, spans, grad_source, weight, None, x.dtype)
     if ctx.needs_input_grad[1]:
-        columns = undispatched(transpose_keys, indices, offsets)(indices, offsets, weight.shape[0])
-        grad_weight, _ = gradients(x, indices, columns, grad_values, offsets, grad_source, None, weight.dtype)
+        columns = undispatched(transpose_keys, indices, spans)(indices, spans, weight.shape[0])
+        grad_weight, _ = gradients(x, indices, columns, grad_values, spans, grad_source, None, weight.dtype)
     return grad_x, grad_weight, None, None, None, None, None, grad_products
 
 
 matmul_operator = register(
-    "matmul(Tensor values, Tensor indices, Tensor offsets, Tensor? source, Tensor weight, Tensor? bias, "
+    "matmul(Tensor values, Tensor indices, Tensor spans, Tensor? source, Tensor weight, Tensor? bias, "
     "ScalarType? out_dtype) -> Tensor",
     cpu=_cpu.matmul,
     strided=("source", "weight"),
@@ -277,7 +268,7 @@ matmul_operator = register(
     backward=_backward,
 )
 _matmul_bwd = register(
-    "matmul_bwd(Tensor grad, Tensor indices, Tensor keys, Tensor col_offsets, Tensor values, Tensor offsets, "
+    "matmul_bwd(Tensor grad, Tensor indices, Tensor keys, Tensor col_offsets, Tensor values, Tensor spans, "
     "Tensor? source, Tensor? weight, ScalarType dtype, Tensor? mask=None) -> (Tensor, Tensor)",
     cpu=_cpu.matmul_bwd,
     strided=("source", "weight", "mask"),
@@ -286,7 +277,7 @@ _matmul_bwd = register(
     backward=_bwd_backward,
 )
 sampled_operator = register(
-    "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor offsets, Tensor? source, bool scatter, "
+    "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor spans, Tensor? source, bool scatter, "
     "bool masked, Tensor? products) -> (Tensor, Tensor)",
     cpu=_cpu_sampled,
     strided=("x", "weight", "source"),

@@ -1,7 +1,7 @@
-"""How products of rows are gone about: what gathering takes beside the dense product, by what the host knows.
+"""The paths of products of rows: the times of gathering and of the dense product, by sizes that the host knows.
 
 That is the slots that rows have. Where none can overflow, as with TopK or a CSR of the true size, they are taken to be
-full; else a third of them. All times are fits to what an H200 took for 170 random shapes (`benchmarks sweep`).
+full; else a third of them. All times are fits to those of an H200 for 170 random shapes (`benchmarks sweep`).
 """
 
 from functools import lru_cache
@@ -47,12 +47,13 @@ def _few(m: int, d: int, element_size: int) -> bool:
 
 
 def step_seconds(m: int, d: int, size: int) -> float:
-    """What one more entry in each of m rows adds to a gather at least, however little it reads: a part of a step."""
+    """The least time that one more entry in each of m rows adds to a gather: a part of a step."""
     return STEP * (1 if _few(m, d, size) else 0.5) / gather_tile(m, d, size)["BLOCK_E"]
 
 
 def entry_seconds(m: int, d: int, size: int, index: int) -> float:
-    """What one more entry in each of m rows adds to a gather of weight rows of d columns, on CUDA device `index`."""
+    """The time that one more entry in each of m rows adds to a gather of weight rows of d columns, on CUDA device
+    `index`."""
     columns = gather_tile(m, d, size)["BLOCK_D"]
     rate = gather_rate(d, size, index) * (0.45 if _few(m, d, size) else 1)
     return max(m * -(-d // columns) * columns * size / rate, step_seconds(m, d, size))
@@ -65,7 +66,7 @@ def gather_rate(d: int, size: int, index: int) -> float:
 
 
 def choose_path(values: Tensor, m: int, may_overflow: bool, weight: Tensor) -> Path:
-    """How the rows of an ELL's or CSR's values times a weight `[N, D]` go: "dense" unpacks them first."""
+    """How m rows in buffers of these values times a weight `[N, D]` go: "dense" unpacks them first."""
     if not weight.is_cuda:
         return "gather"
     held = _held(values, m, may_overflow)
@@ -83,7 +84,7 @@ def choose_sampled_path(x: Tensor, indices: Tensor, may_overflow: bool, weight: 
 
 def _held(slots: Tensor, m: int, may_overflow: bool) -> float:
     """Entries that a row is taken to hold."""
-    each = slots.shape[1] if slots.dim() == 2 else slots.shape[0] / max(m, 1)
+    each = slots.shape[0] / max(m, 1)
     return each * FILLED if may_overflow else each
 
 

@@ -8,9 +8,9 @@ from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked
 from gossamer._core.ops import undispatched
 from gossamer.rowsparse._torch.pack import refuse_overflow
-from gossamer.rowsparse.formats import Rows
 from gossamer.rowsparse.matmul import check_weight, list_key, sampled_operator
-from gossamer.rowsparse.pack import listed
+from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.rows import Rows, check_container, unchecked
 
 _checked: Checked[bool] = Checked()
 """Of calls with a list of entries for each row."""
@@ -24,11 +24,11 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     Args:
         x: `[..., D]`, float, with the leading dimensions of the pattern.
         weight: `[N, D]`, the dtype and device of x, any strides.
-        pattern: `ELL`, `CSR` or `TwELL` of shape `(..., N)`; its values do not matter, except that in a row that
+        pattern: `Rows` of shape `(..., N)`; its values do not matter, except that in a row that
             overflowed the pattern is where the source differs from 0.
 
     Returns:
-        A container like `pattern` (an `ELL` for a `TwELL`) with the products as values, differentiable in x and
+        A container like `pattern` with the products as values, differentiable in x and
         weight. If the pattern has a source, so has the result: a dense `[M, N]`, written at the overflowed rows.
 
     Raises:
@@ -40,12 +40,12 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
 
     >>> pattern = pack(torch.tensor([[0.0, 1.0]]), capacity=1)
     >>> sampled_matmul(torch.tensor([[2.0, 3.0]]), torch.eye(2), pattern).values.tolist()
-    [[3.0]]
+    [3.0]
     """
     operator = "rowsparse.sampled_matmul"
     key = list_key(pattern, x, weight)
     if _checked.get(key) is None:
-        pattern = listed(operator, pattern, "pattern")
+        check_container(operator, pattern, "pattern")
         checks.floating(operator, x=x)
         check_weight(operator, pattern, weight, container="pattern")
         checks.same_device(operator, "weight", weight.device, x=x)
@@ -53,11 +53,11 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
         x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
         checks.same_dtype(operator, "x", x, weight=weight)
         _checked.keep(key, True)
-    _, indices, counts, source = pattern.packed
-    if source is None and checks.host_computes(counts):
-        refuse_overflow(operator, indices.shape[-1], counts)
+    _, indices, spans, source = parts(operator, pattern, "pattern")
+    if source is None and checks.host_computes(spans):
+        refuse_overflow(operator, spans, indices.shape[0])
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    given = (flat, weight, indices.contiguous(), counts.contiguous(), source, False, True, None)
+    given = (flat, weight, indices, spans, source, False, True, None)
     call = sampled_operator if key is None else undispatched(sampled_operator, x, weight, source)
     values, dense = call(*given)
-    return pattern.rebuilt(values, indices, counts, None if source is None else dense)
+    return unchecked(values, indices, spans, pattern.shape, None if source is None else dense)

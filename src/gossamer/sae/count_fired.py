@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gossamer._core.ops import register, undispatched
 from gossamer.rowsparse import Rows
-from gossamer.rowsparse.pack import anonymous, check_container
+from gossamer.rowsparse.pack import parts
 from gossamer.sae._torch.count_fired import count_fired as _cpu
 
 
@@ -13,7 +13,7 @@ def count_fired(rows: Rows) -> Tensor:
     """How many rows each latent fires in, that is, has a value other than 0 in; without a host sync.
 
     Args:
-        rows: `ELL`, `CSR` or `TwELL` of shape `(..., d_sae)`, such as `encode` returns. Repeated indices count as often
+        rows: `Rows` of shape `(..., d_sae)`, such as `encode` returns. Repeated indices count as often
             as they occur.
 
     Returns:
@@ -21,8 +21,8 @@ def count_fired(rows: Rows) -> Tensor:
 
     Raises:
         TypeError: rows is no container.
-        ValueError: on the CPU, an index outside [0, d_sae), or a row with more entries than slots and no source to
-            read them from; on a GPU counts are far below 0 then.
+        ValueError: on the CPU, an index outside [0, d_sae), or a row that overflowed without a source; on a GPU
+            counts are far below 0 then.
 
     Source: this package.
 
@@ -30,17 +30,13 @@ def count_fired(rows: Rows) -> Tensor:
     >>> count_fired(rowsparse.pack(torch.tensor([[0.0, 1.0], [2.0, 3.0]]))).tolist()
     [1, 2]
     """
-    check_container("sae.count_fired", rows)
-    found = [
-        undispatched(_count_fired, *lists)(*lists, rows.num_columns)
-        for lists in anonymous("sae.count_fired", rows.detach())
-    ]
-    return found[0] if len(found) == 1 else found[0] + found[1]
+    lists = parts("sae.count_fired", rows.detach() if isinstance(rows, Rows) else rows)
+    return undispatched(_count_fired, *lists)(*lists, rows.num_columns)
 
 
 _count_fired = register(
-    "sae_count_fired(Tensor values, Tensor indices, Tensor nnz, Tensor? source, SymInt n) -> Tensor",
+    "sae_count_fired(Tensor values, Tensor indices, Tensor spans, Tensor? source, SymInt n) -> Tensor",
     cpu=_cpu,
     strided=("source",),
-    fake=lambda values, indices, nnz, source, n: values.new_empty(n, dtype=torch.int64),
+    fake=lambda values, indices, spans, source, n: values.new_empty(n, dtype=torch.int64),
 )

@@ -1,4 +1,4 @@
-"""How `sae.decode` goes about dense latents, chosen by what the host knows."""
+"""The path of dense latents through `sae.decode`, chosen by sizes that the host knows."""
 
 from contextlib import AbstractContextManager
 from typing import Any, Literal
@@ -11,23 +11,18 @@ from gossamer._core.ranges import span
 from gossamer.rowsparse.dense_product import START, dense_seconds
 from gossamer.rowsparse.matmul_path import entry_seconds, step_seconds
 
-Path = Literal["torch", "dense", "csr", "lists", "one_launch"]
+Path = Literal["torch", "dense", "lists", "one_launch"]
 
 
-def choose_path(
-    m: int, n: int, d: int, weight: Tensor, method: str = "auto", free: bool = True, keep: bool = False
-) -> Path:
+def choose_path(m: int, n: int, d: int, weight: Tensor, free: bool = True, keep: bool = False) -> Path:
     """How latents `[m, n]` go through a weight `[n, d]`; the table in docs/sae.md has the same rules.
 
     Args:
-        method: as of `sae.decode`.
-        free: whether "auto" may take the plain product: neither slots nor another dtype are asked for.
-        keep: whether the lists of entries have to be kept: for a backward pass, or to be counted.
+        free: whether the plain product may be taken: neither slots nor another dtype are asked for.
+        keep: whether the lists of entries have to be kept for a backward pass.
     """
-    if method == "dense" or (method == "auto" and free and dense_is_faster(m, n, d, weight)):
+    if free and dense_is_faster(m, n, d, weight):
         return "dense"
-    if method == "exact":
-        return "csr"
     if not (weight.is_cuda or INTERPRET):
         return "torch"
     return "one_launch" if not keep and one_launch(m, n) else "lists"
@@ -62,10 +57,10 @@ def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
 
 def dense_is_faster(m: int, n: int, d: int, weight: Tensor) -> bool:
     """Whether the plain product is taken, whatever the density is: where it takes hardly longer than a launch, or less
-    than twice what it takes to look through the latents and to gather a few.
+    than twice the time to look through the latents and to gather a few.
 
     Two launches of ours take some 20 us of the host, a plain product 10. A single row is a GEMV at memory speed, a few
-    rows in float32 are not. What could be gained is less than a factor of 2 there, and ten can be lost; of a few
+    rows in float32 are not. The gain is less than a factor of 2 there, and ten can be lost; of a few
     columns in float32 see `SHORT`.
     """
     if weight.device.type != "cuda":

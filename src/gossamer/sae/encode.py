@@ -11,21 +11,21 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
 from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
-from gossamer.rowsparse import CSR, ELL, DensityTracker, convert
-from gossamer.rowsparse.container import unchecked
+from gossamer.rowsparse import DensityTracker, Rows
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.dense_transpose import dense_transpose
-from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.rowsparse.entries import fitting, slots_of
+from gossamer.rowsparse.formats import empty_slots, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
-from gossamer.rowsparse.pack import default_capacity
+from gossamer.rowsparse.pack import check_capacity as check_slots
+from gossamer.rowsparse.rows import unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
 from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
-_Known = tuple[int | None, bool, Path]
-"""What a call comes to: capacity (None for CSR), whether a row may overflow it, the path where nothing is kept for a
-backward pass."""
+_Known = tuple[int | None, Path]
+"""The results of a call's checks: slots per row by a threshold, the path where nothing is kept for a backward pass."""
 _checked: Checked[_Known] = Checked()
 
 
@@ -36,10 +36,10 @@ def encode(
     activation: Activation | str = "relu",
     *,
     b_dec: Tensor | None = None,
-    capacity: int | None = None,
-    format: str = "ell",
+    capacity: int | str | None = None,
     density: DensityTracker | None = None,
-) -> ELL | CSR:
+    group: Any = None,
+) -> Rows:
     """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs, or both in one.
 
     z below is the pre-activation, in the dtype of W_enc.
@@ -50,77 +50,50 @@ def encode(
         b_enc: `[d_sae]`, added in float32, or None.
         activation: `"relu"` or `gemm.ReLU()` keeps z > 0; `gemm.JumpReLU(threshold)` keeps z > threshold, and with a
             bandwidth gives the threshold a gradient; `gemm.TopK(k)` keeps the k largest of each row, and
-            `gemm.BatchTopK(k)` the k * M largest of all M rows together. What is not above 0 is never kept.
+            `gemm.BatchTopK(k)` the k * M largest of all M rows together. An element that is not above 0 is never kept.
         b_dec: `[d_in]`, subtracted from x in float32, or None.
-        capacity: slots per row of an ELL. None takes k for TopK and what `rowsparse.pack` takes otherwise. A row with
-            more entries stays exact: the container keeps its dense activation, or what it is computed from: W_enc,
-            b_enc and threshold, which must then not change before the rows are read.
-        format: `"ell"`, or `"csr"`: every entry and nothing else, so that nothing is left to settle. Of BatchTopK a
-            batch of M rows has k * M entries at most: no row can overflow, and in training the pre-activations are
-            freed, where an ELL keeps them and their gradient for rows with more entries than slots. With any other
-            activation the host waits for the device, once, to learn how many entries there are.
+        capacity: slots per row for ReLU and JumpReLU, as in `rowsparse.pack`. A row with more entries stays exact: the
+            container keeps its dense activation, or the operands of the product, W_enc, b_enc and threshold, which must
+            then not change before the rows are read. With `"exact"` no row can overflow, and in training the
+            pre-activations are freed, where slots keep them and their gradient for rows that overflow. TopK has k slots
+            a row and BatchTopK k * M in all, and neither takes a capacity.
         density: follows how many entries rows have from call to call, and names the path taken as its `last_path`;
             where many rows have overflowed, a call without gradients keeps dense pre-activations for them.
+        group: None, or a `torch.distributed` process group over whose ranks the latents are spread: see below.
 
     Returns:
-        `ELL` or `CSR` of shape `(..., d_sae)` with positive values (and zeros in the window of a JumpReLU) sorted by
-        column, without a host sync; slots of a CSR past `row_offsets[-1]` hold 0 at index -1. Differentiable in x,
-        W_enc, b_enc, b_dec and, with a bandwidth, in threshold: with r the rectangle |z - threshold| < bandwidth / 2,
-        d value / d threshold = -threshold / bandwidth where r. What stands in the slots of an overflowed row has no
-        gradient; its dense activation has.
+        `Rows` of shape `(..., d_sae)` with positive values (and zeros in the window of a JumpReLU) sorted by column,
+        without a host sync. Differentiable in x, W_enc, b_enc, b_dec and, with a bandwidth, in threshold: with r the
+        rectangle |z - threshold| < bandwidth / 2, d value / d threshold = -threshold / bandwidth where r. `rows.l0` has
+        the L0 of each row; with a bandwidth it has a gradient for the threshold, -1 / bandwidth where r, and with
+        `ste_to_input` the opposite one for z.
+
+    With a group each rank gives its slice of W_enc, b_enc, threshold and scale, `[..., d_sae_r]`, and gets its own
+    latents, whose columns and `l0` count within the slice. Ranks in order hold consecutive latents, not always as many;
+    x and b_dec are the same on all ranks, and their gradients are summed over them: all ranks have to call backward, on
+    one loss. TopK keeps the k largest of each row over all ranks, BatchTopK the k * M largest over all ranks; a k above
+    the number of all latents keeps all that are above 0. Ties go to the lowest index in the whole, NaN counts as
+    largest. ReLU and JumpReLU communicate in the backward pass alone. TopK gathers k values of each row and rank,
+    BatchTopK sums 2, 4 or 7 histograms of 512 counts (for 16, 32 and 64 bits) and gathers a count of each row and rank;
+    with NCCL the host waits for nothing.
 
     Raises:
-        ValueError: shapes or devices do not fit, an unknown activation or format, k above d_sae, capacity below 1, or
-            a capacity for a CSR.
+        ValueError: shapes or devices do not fit, an unknown activation, k above d_sae, a capacity below 1 or for an
+            activation that takes none, or `group` is no process group of this process.
         TypeError: dtypes differ or are not floating, or capacity is no int.
-        NotImplementedError: under CUDA-graph capture or `torch.compile`, a CSR of another activation than BatchTopK.
+        NotImplementedError: `capacity="exact"` under CUDA-graph capture or `torch.compile`.
 
-    Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Gao et al. 2024 (TopK); Bussmann et al. 2024
-    (BatchTopK); Conerly et al. 2025, "Dictionary Learning Optimization Techniques" (ste_to_input).
+    Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3; Gao et al. 2024 (TopK, and sharded latents); Bussmann
+    et al. 2024 (BatchTopK); Conerly et al. 2025, "Dictionary Learning Optimization Techniques" (ste_to_input).
 
     >>> encode(torch.tensor([[1.0, 3.0, 2.0]]), torch.eye(3), None, gemm.TopK(2)).indices.tolist()
-    [[1, 2]]
+    [1, 2]
     """
-    rows, _ = run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, format, density)
-    return _in_format(rows, format)
+    if group is not None:
+        from gossamer.sae.sharded import encode_sharded
 
-
-def encode_with_l0(
-    x: Tensor,
-    W_enc: Tensor,
-    b_enc: Tensor | None = None,
-    activation: Activation | str = "relu",
-    *,
-    b_dec: Tensor | None = None,
-    capacity: int | None = None,
-    format: str = "ell",
-    density: DensityTracker | None = None,
-) -> tuple[ELL | CSR, Tensor]:
-    """As `encode`, with the number of values of each row that differ from 0: what an L0 penalty is made of.
-
-    Args:
-        x, W_enc, b_enc, activation, b_dec, capacity, format, density: as in `encode`.
-
-    Returns:
-        `(rows, l0)`, l0 `[...]` in float32, float64 if rows is. With the bandwidth of a JumpReLU l0 has a gradient for
-        the threshold, -1 / bandwidth where |z - threshold| < bandwidth / 2, and with its `ste_to_input` the opposite
-        one for z.
-
-    Raises:
-        ValueError, TypeError, NotImplementedError: as `encode`.
-
-    Source: Rajamanoharan et al. 2024, "Jumping Ahead", section 3.
-
-    >>> encode_with_l0(torch.tensor([[1.0, -3.0, 2.0]]), torch.eye(3))[1].tolist()
-    [2.0]
-    """
-    operator = "sae.encode_with_l0"
-    rows, l0 = run(operator, x, W_enc, b_enc, activation, b_dec, capacity, format, density)
-    return _in_format(rows, format), l0.to(threshold_dtype(rows.dtype))
-
-
-def _in_format(rows: ELL | CSR, format: str) -> Any:
-    return convert(rows, "csr") if format == "csr" and isinstance(rows, ELL) else rows
+        return encode_sharded(x, W_enc, b_enc, activation, b_dec, capacity, group)
+    return run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, density)
 
 
 def run(
@@ -130,11 +103,10 @@ def run(
     b_enc: Tensor | None,
     activation: Activation | str,
     b_dec: Tensor | None,
-    capacity: int | None,
-    format: str = "ell",
+    capacity: int | str | None,
     density: DensityTracker | None = None,
-) -> tuple[Any, Tensor]:
-    """(container, l0); an ELL of `TopK` also where a CSR is asked for."""
+) -> Rows:
+    """`encode` by one process; `operator` names the public function."""
     if density is not None and not isinstance(density, DensityTracker):
         raise TypeError(
             f"{operator}: density must be a rowsparse.DensityTracker or None, got {type(density).__name__}."
@@ -145,19 +117,18 @@ def run(
     name, k, bandwidth, ste_to_input, threshold, scale = parameters
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
     operands = (x, W_enc, b_enc, b_dec, threshold, scale)
-    options = (name, k, bandwidth, ste_to_input, format)
+    options = (name, k, bandwidth, ste_to_input)
     key = None if autocasts else key_of(operands, options, (capacity,))
     known = _checked.get(key)
     if known is None:
         W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
-        slots, may_overflow = check_capacity(operator, parameters, capacity, format, W_enc.shape[1])
-        chosen = choose_path(name, math.prod(x.shape[:-1]), k, slots, may_overflow, W_enc, False)
-        known = (slots, may_overflow, chosen)
+        slots = check_capacity(operator, parameters, capacity, W_enc.shape[1])
+        known = slots, choose_path(name, math.prod(x.shape[:-1]), k, slots, W_enc, False)
         _checked.keep(key, known)
     path: str
-    capacity, may_overflow, path = known
-    if format == "csr" and name != "batchtopk":
-        checks.no_wait(operator, 'format="csr" with another activation than gemm.BatchTopK', 'Take format="ell".')
+    slots, path = known
+    if capacity == "exact":
+        checks.no_wait(operator, 'capacity="exact"', "Give the number of slots per row.")
     n, leading = W_enc.shape[1], x.shape[:-1]
     if threshold is not None and (threshold.dim() == 0 or threshold.dtype is not threshold_dtype(W_enc.dtype)):
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
@@ -171,27 +142,27 @@ def run(
     if density is not None or path == "tiles":
         differentiable = bool(window) or needs_gradient(x, W_enc, b_enc, b_dec, threshold)
         if density is not None:
-            given = (name, flat.shape[0], k, capacity, may_overflow, W_enc, differentiable)
+            given = (name, flat.shape[0], k, slots, W_enc, differentiable)
             if density.pinned is not None:
                 chosen = choose_path(*given)
                 # Where the product packs, the counts of earlier calls may say otherwise.
-                density.check_pinned(chosen, *(["rows"] if chosen == "tiles" else []))
+                density.check_pinned(chosen, *(["list"] if chosen == "tiles" else []))
             path = density.path(lambda known: choose_path(*given, known), training=differentiable)
         if path == "tiles" and not differentiable:
             with named(path):
-                packed, l0 = _in_tiles(flat, W_enc, b_enc, b_dec, threshold, capacity)
-            rows = packed if x.dim() == 2 else packed.reshape(*leading, n)
-            _follow(density, rows, differentiable)
-            return rows, l0.view(leading)
+                rows = _in_tiles(flat, W_enc, b_enc, b_dec, threshold, slots)
+            rows = rows if x.dim() == 2 else rows.reshape(*leading, n)
+            _follow(density, rows, slots, differentiable)
+            return rows
     call = _sae_encode if autocasts else undispatched(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
-    values, indices, nnz, source, l0 = call(
-        flat, W_enc, b_enc, b_dec, threshold, name, k, window, capacity, may_overflow, scale, ste_to_input
+    values, indices, spans, source, l0 = call(
+        flat, W_enc, b_enc, b_dec, threshold, name, k, window, slots, scale, ste_to_input
     )
-    cls = CSR if capacity is None else ELL
-    rows = unchecked(cls, values, indices, nnz, (*leading, n), source if may_overflow else None)
+    may_overflow = name in ("relu", "jumprelu") and slots is not None and slots < n
+    rows = unchecked(values, indices, spans, (*leading, n), source if may_overflow else None, l0)
     if density is not None:
-        _follow(density, rows, differentiable)
-    return rows, l0 if x.dim() == 2 else l0.view(leading)
+        _follow(density, rows, slots, differentiable)
+    return rows
 
 
 def has_window(threshold: Tensor | None, ste_to_input: bool) -> bool:
@@ -201,19 +172,19 @@ def has_window(threshold: Tensor | None, ste_to_input: bool) -> bool:
 
 def _in_tiles(
     x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, threshold: Tensor | None, capacity: int | None
-) -> tuple[Any, Tensor]:
-    """(ELL, nnz) of x [M, d_in]: without gradients nobody needs the pre-activations, and they are never written."""
+) -> Rows:
+    """Of x [M, d_in]: without gradients nobody needs the pre-activations, and they are never written."""
     # x is copied: the caller may change it before the rows that overflowed are read.
     inner = x.to(W_enc.dtype, copy=True) if b_dec is None else (x - b_dec).to(W_enc.dtype)
     fixed = "relu" if threshold is None else JumpReLU(threshold)
-    return linear_pack(inner, W_enc.t(), b_enc, fixed, format="ell", capacity=capacity, slots=TILE_SLOTS)
+    rows = linear_pack(inner, W_enc.t(), b_enc, fixed, capacity=capacity, slots=TILE_SLOTS)
+    # Every entry is above 0.
+    return unchecked(*rows.packed[:3], rows.shape, rows.packed.source, rows.counts.to(threshold_dtype(rows.dtype)))
 
 
-def _follow(density: DensityTracker | None, rows: Any, differentiable: bool) -> None:
+def _follow(density: DensityTracker | None, rows: Rows, slots: int | None, differentiable: bool) -> None:
     if density is not None:
-        counts = rows.packed.counts
-        counts, limit = (counts.diff(), rows.num_columns) if isinstance(rows, CSR) else (counts, rows.capacity)
-        density.record(counts, training=differentiable, limit=limit)
+        density.record(rows.counts, training=differentiable, limit=rows.num_columns if slots is None else slots)
 
 
 def check_operands(
@@ -248,102 +219,90 @@ def check_operands(
     return W_enc
 
 
-def check_capacity(
-    operator: str, activation: Parameters, capacity: int | None, format: str, d_sae: int
-) -> tuple[int | None, bool]:
-    """(slots per row or None for CSR, whether a row may have more entries than slots)"""
+def check_capacity(operator: str, activation: Parameters, capacity: int | str | None, d_sae: int) -> int | None:
+    """Slots per row by a threshold, None for as many as there are entries and for TopK and BatchTopK."""
     if activation.k > d_sae:
         raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {activation.k}.")
-    if format not in ("ell", "csr"):
-        raise ValueError(f'{operator}: format must be "ell" or "csr", got {format!r}.')
-    if capacity is not None:
-        checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
-    if format == "csr":
+    if activation.name in ("topk", "batchtopk"):
         if capacity is not None:
-            raise ValueError(f'{operator}: capacity belongs to format="ell", got {capacity} for "csr". Leave it out.')
-        if activation.name != "topk":
-            return None, False
-    most = activation.k if activation.name == "topk" else d_sae
-    if capacity is None:
-        capacity = most if activation.name == "topk" else default_capacity(d_sae)
-    else:
-        capacity = min(capacity, most)
-    return capacity, capacity < most
+            raise ValueError(
+                f"{operator}: capacity belongs to the other activations, got {capacity!r} for one that keeps k entries "
+                "a row. Leave it out."
+            )
+        return None
+    return check_slots(operator, capacity, d_sae)
 
 
 def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
     m, n = x.shape[0], weight.shape[1]
-    activation, k, _, capacity, keep_source = rest[3:8]
-    if capacity is not None:
-        values = weight.new_empty(m, capacity)
+    activation, k, _, capacity = rest[3:7]
+    if activation in ("topk", "batchtopk"):
+        room, keeps = m * k, False
+    elif capacity is None:
+        room, keeps = torch.library.get_ctx().new_dynamic_size(), False
     else:
-        values = weight.new_empty(m * k if activation == "batchtopk" else torch.library.get_ctx().new_dynamic_size())
-    return (
-        values,
-        torch.empty_like(values, dtype=torch.int32),
-        weight.new_empty(m + 1, dtype=torch.int64) if capacity is None else weight.new_empty(m, dtype=torch.int32),
-        weight.new_empty(m, row_stride(m, n, weight, activation))[:, :n] if keep_source else weight.new_empty(0, n),
-        weight.new_empty(m, dtype=threshold_dtype(weight.dtype)),
-    )
+        room, keeps = m * capacity, capacity < n
+    source = weight.new_empty(m, row_stride(m, n, weight, activation))[:, :n] if keeps else weight.new_empty(0, n)
+    return *empty_slots(weight, m, room), source, weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
 
 
 def save_operands(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, ctx.keep_source, _, ctx.ste_to_input = inputs
-    values, indices, nnz, source, _ = output
-    ctx.mark_non_differentiable(indices, nnz)
+    x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, _, ctx.ste_to_input = inputs
+    values, indices, spans, source, _ = output
+    ctx.mark_non_differentiable(indices, spans)
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, b_dec, threshold, values, indices, nnz, source)
+    ctx.save_for_backward(x, weight, b_dec, threshold, values, indices, spans, source)
+    # Of no rows a source has none either.
+    ctx.keep_source = source.shape[0] > 0
     ctx.bias_dtype = None if bias is None else bias.dtype
 
 
 def encode_backward(
     ctx: Any, grad_values: Tensor | None, _i: Any, _n: Any, grad_source: Tensor | None, grad_l0: Tensor | None
 ) -> tuple[Tensor | None, ...]:
-    x, weight, b_dec, threshold, values, indices, nnz, source = ctx.saved_tensors
+    x, weight, b_dec, threshold, values, indices, spans, source = ctx.saved_tensors
     need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
+    room = values.shape[0]
     if ctx.bandwidth == 0:
         threshold, need_threshold = None, False
     estimate = threshold if ctx.ste_to_input else None
     if not ctx.keep_source:
         grad_source = None
     if grad_values is None and grad_source is None and (grad_l0 is None or threshold is None):
-        return (None,) * 12
+        return (None,) * 11
     refuse_second("sae.encode")
     if grad_values is None:
         grad_values = values.new_zeros(()).expand_as(values)
     if grad_l0 is None:
         grad_l0 = values.new_zeros(1, dtype=threshold_dtype(values.dtype)).expand(x.shape[0])
-    # What lies in the window below the threshold is stored with value 0, and reaches the threshold alone.
+    # An element in the window below the threshold is stored with value 0, and reaches the threshold alone.
     grad_pre = torch.where(values != 0, grad_values, 0)
     if estimate is not None:
+        row, held = slots_of(spans, room)
         limit = estimate[indices.clamp(min=0)]
-        near = (indices >= 0) & (values - limit < ctx.bandwidth / 2) & (limit >= 0)
-        if values.dim() == 2:
-            each = grad_l0[:, None]
-        else:
-            each = grad_l0.repeat_interleave(nnz.diff(), output_size=len(values))
-        slope = (limit * grad_values + each) / ctx.bandwidth
+        near = held & (indices >= 0) & (values - limit < ctx.bandwidth / 2) & (limit >= 0)
+        slope = (limit * grad_values + (grad_l0[row] if grad_l0.shape[0] else 0)) / ctx.bandwidth
         grad_pre = (grad_pre + torch.where(near, slope, 0)).to(values.dtype)
         if ctx.keep_source and grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
-    dense, mask, counts = None, None, nnz
+    dense, mask, fits = None, None, spans
     if grad_source is not None and not need_x and estimate is None:
         # Nothing but the product for W_enc reads it, and masks it there.
         dense, mask = grad_source, source
     elif grad_source is not None:
         call = undispatched(_bwd_source, grad_source, source, grad_l0, estimate)
-        dense = call(grad_source, source, nnz, values.shape[1], grad_l0, estimate, ctx.bandwidth)
+        dense = call(grad_source, source, spans, room, grad_l0, estimate, ctx.bandwidth)
     elif ctx.keep_source:
-        counts = torch.where(nnz > values.shape[1], 0, nnz)
+        fits = fitting(spans, room)
     grad_x = grad_weight = grad_bias = grad_b_dec = grad_threshold = None
     if need_x:
         call = undispatched(matmul_operator, grad_pre, dense, weight)
-        grad_x = call(grad_pre, indices, counts, dense, weight.t(), None, x.dtype)
+        grad_x = call(grad_pre, indices, fits, dense, weight.t(), None, x.dtype)
     if need_weight or need_bias or need_threshold or need_b_dec:
-        columns = undispatched(transpose_keys, indices, nnz)(indices, nnz, weight.shape[1])
+        columns = undispatched(transpose_keys, indices, spans)(indices, spans, weight.shape[1])
     if need_weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
-        grad_weight = gradients(inner, indices, columns, grad_pre, counts, dense, None, weight.dtype, mask)[0]
+        grad_weight = gradients(inner, indices, columns, grad_pre, fits, dense, None, weight.dtype, mask)[0]
         # In the layout of the parameter, or autograd would copy it into that, at a fifth of the speed.
         by_latent = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
         grad_weight = grad_weight.t() if by_latent else undispatched(dense_transpose, grad_weight)(grad_weight)
@@ -352,7 +311,7 @@ def encode_backward(
             grad_source = values.new_zeros(1, 1).expand_as(source)
         call = undispatched(sum_gradients_by_column, grad_values, grad_source, grad_l0, values, source, threshold)
         sums, grad_threshold = call(
-            grad_values, grad_source, grad_l0, *columns, values, nnz, source, threshold, ctx.bandwidth
+            grad_values, grad_source, grad_l0, *columns, values, spans, source, threshold, ctx.bandwidth
         )
         if estimate is not None:
             # The estimate for z is that for the threshold with the sign changed.
@@ -365,7 +324,7 @@ def encode_backward(
         grad_b_dec = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]
     if not need_threshold:
         grad_threshold = None
-    return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 7
+    return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 6
 
 
 def _fake_sums(*operands: Any) -> tuple[Tensor, Tensor]:
@@ -382,7 +341,7 @@ def _launchers() -> Any:
 
 _sae_encode = register(
     "sae_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
-    "float bandwidth, SymInt? capacity, bool keep_source, Tensor? scale=None, bool ste_to_input=False) -> "
+    "float bandwidth, SymInt? capacity, Tensor? scale=None, bool ste_to_input=False) -> "
     "(Tensor, Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.encode,
     strided=("x", "weight", "b_dec", "threshold"),
@@ -392,7 +351,7 @@ _sae_encode = register(
 )
 sum_gradients_by_column = register(
     "sae_encode_bwd_columns(Tensor grad_values, Tensor grad_source, Tensor grad_l0, Tensor col_offsets, "
-    "Tensor keys, Tensor columns, Tensor values, Tensor nnz, Tensor source, Tensor? threshold, float bandwidth) "
+    "Tensor keys, Tensor columns, Tensor values, Tensor spans, Tensor source, Tensor? threshold, float bandwidth) "
     "-> (Tensor, Tensor)",
     cpu=_cpu.bwd_columns,
     strided=("grad_values", "grad_source", "grad_l0", "source", "threshold"),
@@ -401,7 +360,7 @@ sum_gradients_by_column = register(
     once_differentiable="sae.encode",
 )
 _bwd_source = register(
-    "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor nnz, SymInt capacity, Tensor? grad_l0, "
+    "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor spans, SymInt room, Tensor? grad_l0, "
     "Tensor? threshold, float bandwidth) -> Tensor",
     cpu=_cpu.bwd_source,
     strided=("grad", "source", "grad_l0", "threshold"),

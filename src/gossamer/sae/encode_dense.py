@@ -26,16 +26,16 @@ def encode_dense(
     *,
     b_dec: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What `encode` computes, as a dense tensor: plain products, and one pass over the latents each way.
+    """The latents of `encode` as a dense tensor: plain products, and one pass over the latents each way.
 
     Args:
         x, W_enc, b_enc, activation, b_dec: as in `encode`.
 
     Returns:
         `(acts, l0, fired, nnz)`: acts `[..., d_sae]` in the dtype of W_enc; l0 `[...]` and its gradient as those of
-        `encode_with_l0`; fired int64 `[d_sae]`, how many rows each latent fires in; nnz int32 `[...]`, the entries
+        `encode(...).l0`; fired int64 `[d_sae]`, how many rows each latent fires in; nnz int32 `[...]`, the entries
         that `encode` would store. Differentiable as `encode` is: the gradient of acts counts where a latent fired.
-        With a bandwidth -0.0 marks what lies in the window below its threshold. The backward pass computes in the
+        With a bandwidth -0.0 marks an element in the window below its threshold. The backward pass computes in the
         tensor in which the gradient of acts arrives: that of a product is nobody else's.
 
     Raises:
@@ -51,7 +51,7 @@ def encode_dense(
     name, k, bandwidth, ste_to_input, threshold, scale = parameters
     W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
     n, leading = W_enc.shape[1], x.shape[:-1]
-    check_capacity(operator, parameters, None, "ell", n)
+    check_capacity(operator, parameters, None, n)
     if threshold is not None:
         threshold = threshold.to(threshold_dtype(W_enc.dtype)).expand(n)
     window = bandwidth if bandwidth is not None and has_window(threshold, ste_to_input) else 0.0
@@ -77,7 +77,7 @@ WIDEST = 2
 
 
 def slots(known: Density | None, d_sae: int) -> int | None:
-    """Slots per row for what is known of earlier rows: room for a quarter more than the fullest held, and no fewer than
+    """Slots per row by the entries of earlier rows: room for a quarter more than the fullest held, and no fewer than
     by default, which None stands for. Powers of 2, so that a run has few shapes."""
     least = default_capacity(d_sae)
     wanted = 0 if known is None else known.largest + known.largest // 4
@@ -93,8 +93,8 @@ def choose_path(
     tracker: DensityTracker, m: int, W_dec: Tensor, expected: int | None, *, training: bool, times: float = 1.0
 ) -> str:
     """`"sparse"` or `"dense"`, whichever is faster for m rows: by the entries that a row is expected to have, or by
-    what the tracker knows of them. Before it knows, it is dense in training and sparse in inference. `times` is what
-    the break-even is multiplied with, where the dense way is a slower one than `encode_dense`."""
+    the statistics of the tracker. Before the first it is dense in training and sparse in inference. `times` multiplies
+    the break-even, where the dense way is a slower one than `encode_dense`."""
     d_sae, d_out = W_dec.shape
     limit = break_even(m, d_out, d_sae, W_dec)
 
@@ -112,7 +112,7 @@ def choose_path(
 
 
 def again(known: Density, training: bool, on_gpu: bool) -> float:
-    """What the dense products of rows that overflowed cost, in break-evens."""
+    """The cost of dense products of rows that overflowed, in break-evens."""
     share = known.over / max(known.rows, 1)
     if not on_gpu:
         return 1.5 * share
@@ -152,7 +152,8 @@ def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) ->
     if grad_l0 is None:
         grad_l0 = grad.new_zeros(1, dtype=threshold_dtype(acts.dtype)).expand(len(acts))
     need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
-    # Of this size there are then two tensors and not three: what a product's backward pass made is nobody else's.
+    # Of this size there are then two tensors and not three: the gradient that a product's backward pass made has no
+    # other reader.
     grad_pre = grad.contiguous()
     call = undispatched(_bwd_, grad_pre, acts, grad_l0, threshold)
     sums, grad_threshold = call(grad_pre, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)

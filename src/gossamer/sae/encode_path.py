@@ -1,4 +1,4 @@
-"""How `sae.encode` goes about it, chosen by what the host knows."""
+"""The path of `sae.encode`, chosen by sizes that the host knows."""
 
 import math
 from contextlib import AbstractContextManager
@@ -12,13 +12,13 @@ from gossamer._core.ranges import span
 from gossamer.rowsparse.dense_product import padded
 from gossamer.rowsparse.density import Density
 
-Path = Literal["torch", "tiles", "rows", "bound", "topk", "topk_rows", "batch", "batch_csr", "csr"]
+Path = Literal["torch", "tiles", "list", "bound", "topk", "batch"]
 
 TILE_SLOTS = 16
 """Entries that a row may have in a tile of 256 columns where the product packs its own result ("tiles")."""
 FULL = 1 / 16
 """The share of rows with more entries than slots from which on "tiles" costs more than it saves. It takes 0.87 to 1.03
-of the time of "rows", and 1.7 times that where all rows have more (docs/gemm.md); the line between them is at 1/16."""
+of the time of "list", and 1.7 times that where all rows have more (docs/gemm.md); the line between them is at 1/16."""
 
 
 def choose_path(
@@ -26,7 +26,6 @@ def choose_path(
     m: int,
     k: int,
     capacity: int | None,
-    may_overflow: bool,
     weight: Tensor,
     differentiable: bool = True,
     known: Density | None = None,
@@ -36,31 +35,28 @@ def choose_path(
     Args:
         activation: "relu", "jumprelu", "topk" or "batchtopk".
         k: of the last two.
-        capacity: slots per row, or None for a CSR.
-        may_overflow: whether a row can have more entries than slots.
-        differentiable: whether what a backward pass reads has to be kept.
-        known: what earlier calls have shown of how full rows are, or None.
+        capacity: slots per row by a threshold, or None for as many as there are entries.
+        differentiable: whether the tensors that a backward pass reads have to be kept.
+        known: how full rows were in earlier calls, or None.
     """
-    by_threshold, n = activation in ("relu", "jumprelu"), weight.shape[1]
+    by_threshold = activation in ("relu", "jumprelu")
     if by_threshold and not differentiable and packs_in_product(m, weight):
-        # With more slots than that the tiles' own would be what overflows.
-        fits = capacity is not None and TILE_SLOTS * capacity <= n
+        # With more slots than that a tile's own would be the ones that overflow.
+        fits = capacity is not None and TILE_SLOTS * capacity <= weight.shape[1]
         if fits and (known is None or known.over <= FULL * known.rows):
             return "tiles"
     if not (weight.is_cuda or INTERPRET):
         return "torch"
     if by_threshold:
-        return "csr" if capacity is None else "rows"
+        return "list"
     if activation == "batchtopk":
-        return "batch_csr" if capacity is None else "batch"
-    if may_overflow:
-        return "topk_rows"
+        return "batch"
     return "bound" if has_bound(m, k, weight) else "topk"
 
 
 def packs_in_product(m: int, weight: Tensor) -> bool:
     """Whether the product packs its own result, tile by tile: where the pre-activations, m by the columns of weight,
-    are what memory is full of, and the product takes longer than the launches that follow."""
+    fill the memory, and the product takes longer than the launches that follow."""
     # The device comes first: on others a dynamic m is none of a compiled graph's business.
     return tuning.hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
 
@@ -123,7 +119,7 @@ def topk_list(k: int, run: int, factor: float = 3) -> int:
 
 
 def has_bound(m: int, k: int, weight: Tensor) -> bool:
-    """Whether TopK's product packs what exceeds a bound from a sample: where that pays for a product, and
+    """Whether TopK's product packs numbers above a bound from a sample: where that pays for a product, and
     a tile has few entries, on average, beside its slots."""
     if not packs_in_product(m, weight):
         return False

@@ -1,4 +1,4 @@
-"""A smooth count of what fires."""
+"""A smooth count of latents that fire."""
 
 from typing import Any
 
@@ -7,10 +7,10 @@ from torch import Tensor
 
 from gossamer._core import checks
 from gossamer._core.ops import register, save_inputs, undispatched
-from gossamer.rowsparse import CSR, Rows
+from gossamer.rowsparse import Rows
 from gossamer.rowsparse.formats import threshold_dtype
-from gossamer.rowsparse.matmul import multiply, parts
-from gossamer.rowsparse.pack import check_container
+from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.rows import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import tanh_l0 as _cpu
 from gossamer.sae.encode import sum_gradients_by_column
@@ -20,8 +20,8 @@ def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
     """sum over latents of tanh(scale * value): below L0, near it where scale * value is large, with a gradient.
 
     Args:
-        rows: `ELL`, `CSR` or `TwELL` of shape `(..., d_sae)`, such as `encode` returns. Entries whose
-            value is 0 add 0, but have a gradient: with a bandwidth it reaches the threshold.
+        rows: `Rows` of shape `(..., d_sae)`, such as `encode` returns. Entries whose value is 0
+            add 0, but have a gradient: with a bandwidth it reaches the threshold.
         scale: `[d_sae]`, float, for instance 4 times the norms of the decoder's rows.
 
     Returns:
@@ -29,8 +29,8 @@ def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
 
     Raises:
         TypeError: rows is no container, or scale not floating.
-        ValueError: shapes or devices do not fit; on the CPU, a row with more entries than slots and no source (on a GPU
-            it gives NaN).
+        ValueError: shapes or devices do not fit; on the CPU, a row that overflowed without a source (on a GPU it gives
+            NaN).
 
     Source: Conerly et al. 2025, "Dictionary Learning Optimization Techniques", the sparsity penalty.
 
@@ -43,60 +43,44 @@ def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
     checks.floating(operator, scale=scale)
     checks.shape(operator, "scale", scale, (rows.num_columns,), "[d_sae]", "like rows")
     checks.same_device(operator, "rows", rows.device, scale=scale)
-    values, indices, nnz, source = parts(operator, rows)
+    values, indices, spans, source = parts(operator, rows)
     scale = scale.to(threshold_dtype(values.dtype))
-    if isinstance(rows, CSR):
-        return _of_csr(rows, scale)
-    out: Tensor = undispatched(_tanh_l0, values, source, scale)(values, indices, nnz, source, scale)
+    out: Tensor = undispatched(_tanh_l0, values, source, scale)(values, indices, spans, source, scale)
     return out.view(rows.shape[:-1])
 
 
-def _of_csr(rows: CSR, scale: Tensor) -> Tensor:
-    """The entries as they are, those of the source too, and their sums as a product with ones."""
-    values, indices, row_offsets, source = rows.packed
-    held = torch.arange(len(values), device=values.device) < row_offsets[-1]
-    inside = held & (indices >= 0) & (indices < rows.num_columns)
-    steep = scale[torch.where(inside, indices, 0)] if scale.numel() else torch.zeros_like(values, dtype=scale.dtype)
-    # A slot behind the last entry is never multiplied: it may be NaN, and 0 times NaN would reach gradients.
-    entries = torch.tanh(torch.where(inside, values, 0) * steep)
-    ones = scale.new_ones(rows.num_columns, 1)
-    dense = None if source is None else torch.tanh(source * scale)
-    terms = rows.rebuilt(entries, indices, row_offsets, dense)
-    return multiply("sae.tanh_l0", terms, ones, None, None, "rows", "scale").view(rows.shape[:-1])
-
-
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    values, indices, nnz, source, scale = ctx.saved_tensors
+    values, indices, spans, source, scale = ctx.saved_tensors
     call = undispatched(_tanh_l0_bwd, grad, values, scale)
-    grad_values, grad_source, slope, slope_source = call(grad, values, indices, nnz, source, scale)
+    grad_values, grad_source, slope, slope_source = call(grad, values, indices, spans, source, scale)
     grad_scale = None
     if ctx.needs_input_grad[4]:
-        columns = undispatched(transpose_keys, indices, nnz)(indices, nnz, scale.shape[0])
-        none = grad.new_zeros(1).expand_as(nnz)
+        columns = undispatched(transpose_keys, indices, spans)(indices, spans, scale.shape[0])
+        none = grad.new_zeros(1).expand(spans.shape[1])
         stored = slope_source if source is None else source
         sums = undispatched(sum_gradients_by_column, slope, values)(
-            slope, slope_source, none, *columns, values, nnz, stored, None, 0.0
+            slope, slope_source, none, *columns, values, spans, stored, None, 0.0
         )
         grad_scale = sums[0].to(scale.dtype)
     return grad_values, None, None, None if source is None else grad_source, grad_scale
 
 
 def _fake_bwd(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, values, _, nnz, source, scale = operands
-    dense = values.new_empty(0 if source is None else nnz.shape[0], scale.shape[0])
+    _, values, _, spans, source, scale = operands
+    dense = values.new_empty(0 if source is None else spans.shape[1], scale.shape[0])
     return torch.empty_like(values), dense, *(torch.empty_like(t, dtype=scale.dtype) for t in (values, dense))
 
 
 _tanh_l0 = register(
-    "sae_tanh_l0(Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> Tensor",
+    "sae_tanh_l0(Tensor values, Tensor indices, Tensor spans, Tensor? source, Tensor scale) -> Tensor",
     cpu=_cpu.tanh_l0,
     strided=("source",),
-    fake=lambda values, indices, nnz, source, scale: scale.new_empty(nnz.shape[0]),
+    fake=lambda values, indices, spans, source, scale: scale.new_empty(spans.shape[1]),
     setup_context=save_inputs,
     backward=_backward,
 )
 _tanh_l0_bwd = register(
-    "sae_tanh_l0_bwd(Tensor grad, Tensor values, Tensor indices, Tensor nnz, Tensor? source, Tensor scale) -> "
+    "sae_tanh_l0_bwd(Tensor grad, Tensor values, Tensor indices, Tensor spans, Tensor? source, Tensor scale) -> "
     "(Tensor, Tensor, Tensor, Tensor)",
     cpu=_cpu.tanh_l0_bwd,
     strided=("grad", "source"),

@@ -247,7 +247,7 @@ def _time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch)
     def measure(name: str, block: Block) -> None:
         path = blocks[name].last_path
         if path is not None and name not in measured and block.x.numel():
-            sparse, dense = (lambda way=way: run("sparsity.report", block, way, None) for way in (path, "dense"))
+            sparse, dense = (lambda one=one: run("sparsity.report", block, one, None) for one in (path, "dense"))
             measured[name] = Measured(path, pairs(sparse, dense, block.x.device))
 
     observe("sparsity.report", blocks, measure)

@@ -1,6 +1,5 @@
 """Elements taken through indices, on the CPU."""
 
-
 import torch
 from torch import Tensor
 

@@ -1,6 +1,5 @@
 """Adjacency of a block mask, on the CPU."""
 
-
 import torch
 from torch import Tensor
 

@@ -93,9 +93,7 @@ def _by_columns(
     return out.view(z, m, cols * bn)[:, :, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def _sampled(
-    a: Tensor, b: Tensor, of_out: Lists, size: tuple[int, int, int, int], block: tuple[int, int]
-) -> Tensor:
+def _sampled(a: Tensor, b: Tensor, of_out: Lists, size: tuple[int, int, int, int], block: tuple[int, int]) -> Tensor:
     """Dense a times dense b, at the blocks of the result."""
     (z, m, k, n), (bm, bn) = size, block
     rows, cols = -(-m // bm), -(-n // bn)

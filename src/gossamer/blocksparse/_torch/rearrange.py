@@ -1,6 +1,5 @@
 """Blocks and parts of blocks moved, on the CPU."""
 
-
 import torch
 from torch import Tensor
 

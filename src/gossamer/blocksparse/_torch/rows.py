@@ -4,7 +4,6 @@
 cols, width]`. A row's blocks are gathered and added up in order, so that nothing depends on timing.
 """
 
-
 import torch
 from torch import Tensor
 

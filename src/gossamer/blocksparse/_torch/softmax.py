@@ -1,6 +1,5 @@
 """Softmax along the rows of block-sparse matrices, on the CPU: rows of blocks are segments of lines of blocks."""
 
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -1,6 +1,5 @@
 """Dense to blocks and back, transposed blocks, and blocks with one value outside of the matrices, on the CPU."""
 
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad

@@ -15,7 +15,7 @@ tiles of their products how many are drawn, and done."""
 
 @dataclass(frozen=True)
 class Packed:
-    """Entries tile by tile, as in a `TwELL`. A row with a count above SLOTS, or too many in all, is heavy.
+    """Entries tile by tile, as `empty_twell` has them. A row with a count above SLOTS, or too many in all, is heavy.
 
     Args:
         values, indices: `[M, T, SLOTS]`.

@@ -1,6 +1,6 @@
 """The active entries of a block's rows in one list, row by row, and the same entries neuron by neuron.
 
-`row_lists` brings the tiles of a TwELL together: row m has the entries `offsets[m]` to `offsets[m + 1]`, columns
+`row_lists` brings the tiles of `linear_pack` together: row m has the entries `offsets[m]` to `offsets[m + 1]`, columns
 ascending. Rows with more entries than pay, or more than a tile has slots for, or that no longer fit the room, have no
 entries there; they are listed in ascending order instead, for dense tiles.
 

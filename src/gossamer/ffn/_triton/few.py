@@ -14,16 +14,10 @@ any more, so that threads side by side have columns that are near to one another
 share what is read.
 
 On Hopper each of the two is launched while the kernel before it runs, and waits for its end before it reads anything
-that may be written until then: for `down` that is not its bias, because `hidden` is past its own wait. An end is seen
-after 0.5 us. Counters by which `hidden` told what it had listed, and had multiplied, took 1 us to be seen and 0.5 us to
-be told (H100): they paid for the wait that they saved, and no more. A counter of lists alone, by which `down` asked for
-its rows while up was computed, took 21.8 us for 23.3 with four rows and W_down by rows, 18.4 for 18.9 by columns, and
-15 for 13 where nothing was active. One kernel with a barrier over its grid would need such counters, and all its
-programs on the GPU at once, which nothing promises beside another stream's kernels.
+that may be written until then: for `down` that is not its bias, because `hidden` is past its own wait.
 
 A single row is multiplied without tensor cores, and so is float32 that may not be rounded to TF32: there, weights stay
-in the registers that they were loaded to, for all rows. Four rows of bfloat16 took 39 us a block that way and 24 with
-tensor cores (H200, K = D = 2,048, N = 5,632, 29 entries a row, as a graph).
+in the registers that they were loaded to, for all rows. docs/design/ffn.md has attempts that lost.
 """
 
 from dataclasses import dataclass, replace
@@ -306,9 +300,7 @@ MANY = Tile((32, 256, 256), (4, 3, None), (1024, 16, 8), (8, None), 8)
 HOPPER = Tile((64, 256, 512), (4, 4, None), (1024, 16, 8), (8, None), 8)
 HOPPER_MANY = replace(HOPPER, down=(2048, 16, 8), taken=16)
 """Of a single row, of several of float32, and of up to ROWS with tensor cores; on Hopper of up to half as many, and of
-more. 64 columns are what Hopper's product takes out of shared memory, and read x half as often as 32. H200, 16 rows:
-with 256 columns of x at a time a block took 21.9 us, with 128 24.9. H100, 16 rows with 29 entries each: 2,048 slots at
-a time took 21.1 us in 8 warps, and 24.2 in 16."""
+more. 64 columns are what Hopper's product takes out of shared memory, and read x half as often as 32."""
 
 
 def _with_tensor_cores(x: Tensor) -> Tile:

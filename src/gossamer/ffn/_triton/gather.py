@@ -133,11 +133,7 @@ class Choice:
 
 CHOICE = Choice(1, 1024)
 MANY_ROWS = Choice(1, 1024, registers=96)
-"""H200, 29 entries a row, K = D = 2,048, the whole block. 16,384 rows: 1,074 us with weights that are loaded to
-registers, of which 8 programs find room; 1,029 with three stages, 1,009 with these and 96 registers, 1,286 with 80.
-2,048 rows: 160, 152 and 157 us, for 10 programs a multiprocessor leave half of a second round empty. Two warps a row:
-with one or four it takes longer. A plain block of 8,192 neurons takes 951 us with an entry at a time, 1,085 with two
-and 1,036 with four."""
+"""With 96 registers ten programs find room on a multiprocessor. Fewer rows would leave half of a second round empty."""
 STAGED = 96 << 10
 """Bytes of shared memory that a program's stages may take."""
 SLICE = 2048

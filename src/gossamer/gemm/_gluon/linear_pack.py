@@ -2,8 +2,8 @@
 
 A program computes tiles of 128 rows by 256 columns, one after another, with a warp that loads blocks of x and W, two
 warpgroups that multiply, 64 rows each, and a warp a warpgroup that packs: of each row of each tile it writes up to
-SLOTS entries with ~(z <= max(threshold, 0)), their columns within the tile, and how many there were, as a `TwELL` has
-them. 256 columns are the widest wgmma, which asks least of shared memory, and let 8 bits hold a column.
+SLOTS entries with ~(z <= max(threshold, 0)), their columns within the tile, and how many there were. 256 columns are
+the widest wgmma, which asks least of shared memory, and let 8 bits hold a column.
 
 The warpgroups hand their half of a tile over in shared memory, rounded, and go on with the next tile at once: packing
 takes far longer than storing a tile would, but it has the time of a whole tile, and so little of the SM that two warps

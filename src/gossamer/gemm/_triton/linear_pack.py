@@ -13,33 +13,25 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.gemm.linear_pack_path import choose_path, packs
 from gossamer.gemm.records import LinearPack
-from gossamer.rowsparse._triton.twell import launch_pack_twell, twell_to_ell
+from gossamer.rowsparse._triton.twell import gather_tiles, launch_pack_twell
 from gossamer.rowsparse.formats import empty_twell
-from gossamer.rowsparse.pack import one_program_a_row
 
 
-def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(values, indices, counts, nnz) of a TwELL, or with a capacity of an ELL."""
+def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, spans)."""
     x, weight, bias, threshold, tile, slots, capacity, squared = call
-    m, n = x.shape[0], weight.shape[0]
-    values, indices, counts = empty_twell(x, m, n, tile, slots)
-    if counts.numel() == 0:
-        nnz = torch.zeros(m, dtype=torch.int32, device=x.device)
-    elif choose_path(call) == "blocks":
-        # Where programs share a row they add to it.
-        shared = not one_program_a_row(m % rows_of_block(m, n, x) or m, n)
-        nnz = (torch.zeros if shared else torch.empty)(m, dtype=torch.int32, device=x.device)
-        by_library(x, weight, bias, threshold, tile, (values, indices, counts), nnz=nnz)
-    else:
-        from gossamer.gemm._gluon import linear_pack as hopper
+    tiles = empty_twell(x, x.shape[0], weight.shape[0], tile, slots)
+    if tiles[2].numel():
+        if choose_path(call) == "blocks":
+            by_library(x, weight, bias, threshold, tile, tiles)
+        else:
+            from gossamer.gemm._gluon import linear_pack as hopper
 
-        hopper.launch_linear_pack(x, weight, bias, threshold, (values, indices, counts))
-        nnz = counts.sum(1, dtype=torch.int32)
-    if capacity is not None:
-        values, indices, counts = twell_to_ell(values, indices, counts, tile, capacity)
+            hopper.launch_linear_pack(x, weight, bias, threshold, tiles)
+    values, indices, spans = gather_tiles(*tiles, tile, capacity)
     if squared:
         values *= values
-    return values, indices, counts, nnz
+    return values, indices, spans
 
 
 def launch_linear_pack(
@@ -78,9 +70,8 @@ def by_library(
     out: tuple[Tensor, Tensor, Tensor],
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
-    nnz: Tensor | None = None,
 ) -> None:
-    """`launch_linear_pack` by products of cuBLAS; and nnz, int32 [M], which is 0, takes the entries of rows."""
+    """`launch_linear_pack` by products of cuBLAS."""
     m, n = x.shape[0], weight.shape[0]
     right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
     step = rows_of_block(m, n, x)
@@ -94,5 +85,5 @@ def by_library(
             torch.mm(x[rows], right, out=z)
             if bias is not None:
                 z += bias
-        limits, held = (None if part is None else part[rows] for part in (bounds, nnz))
-        launch_pack_twell(z, threshold, True, tile, tuple(part[rows] for part in out), limits, factors, held)
+        limits = None if bounds is None else bounds[rows]
+        launch_pack_twell(z, threshold, tile, tuple(part[rows] for part in out), limits, factors)

@@ -72,7 +72,7 @@ class Report:
         accelerated: method -> how it computes now.
         left: method -> why it computes as before.
         check: the comparison that was asked for, or None.
-        density: how many latents rows of the SAE have had, and the way that its passes go, `"sparse"` or `"dense"`, as
+        density: how many latents rows of the SAE have had, and the path of its passes, `"sparse"` or `"dense"`, as
             of `nn.TopKSAE`: `density.last_path` says it, `density.pinned` sets it.
     """
 
@@ -213,7 +213,7 @@ class _State(threading.local):
         self.report, self.density = report, report.density
         self.turns: tuple[str, ...] = ()
         self.training = False
-        self.way: str | None = None
+        self.path: str | None = None
         self.counts: Tensor | None = None
 
     def is_turn_of(self, name: str) -> bool:
@@ -225,12 +225,12 @@ class _State(threading.local):
     @contextmanager
     def running(self, passes: int, training: bool = False) -> Iterator[None]:
         """Inside of this runs a pass that encodes and decodes so many times."""
-        before = self.turns, self.training, self.way, self.counts
-        self.turns, self.training, self.way, self.counts = ("encode", "decode") * passes, training, None, None
+        before = self.turns, self.training, self.path, self.counts
+        self.turns, self.training, self.path, self.counts = ("encode", "decode") * passes, training, None, None
         try:
             yield
         finally:
-            self.turns, self.training, self.way, self.counts = before
+            self.turns, self.training, self.path, self.counts = before
 
     def record(self, d_sae: int) -> None:
         """Tells the tracker how many entries rows have had, where it asks."""
@@ -329,15 +329,15 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
-    way, state = _way(self, x), self._gossamer
-    if way != "sparse":
+    path, state = _path(self, x), self._gossamer
+    if path != "sparse":
         acts: Tensor = type(self).encode(self, x)
-        if way == "dense" and _expected(self) is None:
+        if path == "dense" and _expected(self) is None:
             state.counts = torch.count_nonzero(acts.detach(), -1)
         return acts
     rows = _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
     if _expected(self) is None:
-        state.counts = rows.packed.counts
+        state.counts = rows.counts
     return rows
 
 
@@ -350,35 +350,35 @@ def _process_sae_in(self: Any, x: Tensor) -> Tensor:
 
 
 def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
-    way, state = _way(self, x), self._gossamer
-    if way != "sparse":
+    path, state = _path(self, x), self._gossamer
+    if path != "sparse":
         acts, hidden_pre = type(self).encode_with_hidden_pre(self, x)
-        if way == "dense" and _expected(self) is None:
+        if path == "dense" and _expected(self) is None:
             state.counts = _training.entries(self, acts, hidden_pre)
         return acts, hidden_pre
     latents, lazy = _training.encode_with_hidden_pre(self, x)
     if _expected(self) is None:
-        state.counts = latents.rows.packed.counts
+        state.counts = latents.rows.counts
     return latents, lazy
 
 
-def _way(self: Any, x: Tensor) -> str:
+def _path(self: Any, x: Tensor) -> str:
     """The path of the encode that begins: the faster one within a pass whose latents nobody listens to."""
     state = self._gossamer
     if not state.is_turn_of("encode"):
         return "theirs"
-    if state.way is None:
+    if state.path is None:
         heard = any(_listened(part) for part in (self.hook_sae_acts_pre, self.hook_sae_acts_post, self.activation_fn))
         if heard or _why_not_packed(self) is not None:
-            state.way = "theirs"
+            state.path = "theirs"
         else:
             rows = x.numel() // max(self.W_enc.shape[0], 1)
-            # SAELens's dense way takes more passes over the latents than ours, measured on x86. A step in training by
+            # SAELens's dense path takes more passes over the latents than ours, measured on x86. A step in training by
             # such passes took an H200 20.5 ms, and 9.3 ours (`bench nn`).
             times = 2.0 if state.training and self.W_dec.is_cuda else 1.5
             options = {"training": state.training, "times": times}
-            state.way = choose_path(state.density, rows, self.W_dec, _expected(self), **options)
-    return state.way
+            state.path = choose_path(state.density, rows, self.W_dec, _expected(self), **options)
+    return state.path
 
 
 def _expected(self: Any) -> int | None:
@@ -432,7 +432,7 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
     if isinstance(feature_acts, Tensor):
         # Somebody else may hold latents that need a gradient, and ask for that of every latent, as an attribution does.
         held = feature_acts.requires_grad and torch.is_grad_enabled()
-        if feature_acts.is_sparse or self._gossamer.way == "dense" or held:
+        if feature_acts.is_sparse or self._gossamer.path == "dense" or held:
             out: Tensor = type(self).decode(self, feature_acts)
             self._gossamer.is_turn_of("decode")
             return out

@@ -95,16 +95,16 @@ def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, H
             scale = self.W_dec.norm(dim=-1)
     kind = gemm.TopK if isinstance(self.activation_fn, TopK) else gemm.BatchTopK
     activation = kind(int(self.activation_fn.k), scale)
-    rows, l0 = operators.encode_with_l0(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
+    rows = operators.encode(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
     # SAELens scales latents, and scales them back to decode: `rows` are the latents in between.
-    return Latents(rows, l0, hidden_pre.dtype, self.W_dec if scaled else None, scale), hidden_pre
+    return Latents(rows, rows.l0, hidden_pre.dtype, self.W_dec if scaled else None, scale), hidden_pre
 
 
 def _encode_jumprelu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
     hidden_pre = HiddenPre(self, x, b_dec, False)
     activation = gemm.JumpReLU(self.threshold, self.bandwidth, self.cfg.jumprelu_ste_to_input)
-    rows, l0 = operators.encode_with_l0(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
-    return Latents(rows, l0, hidden_pre.dtype), hidden_pre
+    rows = operators.encode(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
+    return Latents(rows, rows.l0, hidden_pre.dtype), hidden_pre
 
 
 ENCODERS: dict[Callable[..., Any], Callable[[Any, Tensor, Tensor | None], tuple[Latents, HiddenPre]]] = {

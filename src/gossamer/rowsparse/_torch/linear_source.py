@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gossamer.rowsparse._torch.matmul import batch_product, matmul
+from gossamer.rowsparse._torch.pack import overflowed_rows
 
 _BLOCK = 256
 """Rows that are computed again at one time."""
@@ -24,11 +25,11 @@ def activate_(z: Tensor, threshold: Tensor | None) -> Tensor:
 
 
 def linear_source(
-    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, spans: Tensor, room: int
 ) -> Tensor:
-    """Operator `linear_source` -> [M, N], written at rows whose count exceeds `limit`."""
+    """Operator `linear_source` -> [M, N], written at rows whose spans end beyond `room`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    over = (counts > limit).nonzero().squeeze(1)
+    over = overflowed_rows(spans, room)
     if over.numel():
         out[over] = activate_(linear(x[over], weight, bias), threshold)
     return out
@@ -37,7 +38,7 @@ def linear_source(
 def matmul_linear(
     values: Tensor,
     indices: Tensor,
-    counts: Tensor,
+    spans: Tensor,
     x: Tensor,
     source_weight: Tensor,
     source_bias: Tensor | None,
@@ -46,9 +47,9 @@ def matmul_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Operator `matmul_linear`: an ELL times weight, with overflowed rows from a linear source."""
-    out = matmul(values, indices, counts, None, weight, bias, out_dtype, alone=False)
-    over = (counts > values.shape[1]).nonzero().squeeze(1)
+    """Operator `matmul_linear`: rows times weight, with overflowed rows from a linear source."""
+    out = matmul(values, indices, spans, None, weight, bias, out_dtype, alone=False)
+    over = overflowed_rows(spans, values.shape[0])
     wide = out.dtype if bias is None else torch.promote_types(out.dtype, torch.float32)
     for rows in over.split(_BLOCK) if over.numel() else ():
         source = activate_(linear(x[rows], source_weight, source_bias), threshold)

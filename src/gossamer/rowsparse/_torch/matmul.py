@@ -59,7 +59,7 @@ def batch_product(a: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 def matmul(
     values: Tensor,
     indices: Tensor,
-    offsets: Tensor,
+    spans: Tensor,
     source: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
@@ -69,16 +69,14 @@ def matmul(
     """Operator `matmul`. Unless `alone`, somebody else computes rows that overflowed without a source: they hold
     nothing but the bias."""
     if source is None and alone:
-        refuse_overflow("rowsparse.matmul", indices.shape[-1], offsets)
+        refuse_overflow("rowsparse.matmul", spans, values.shape[0])
     dtype = out_dtype or weight.dtype
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)
-    slots, rows = stored(indices, offsets, weight.shape[0])
-    columns = indices.reshape(-1)[slots].long()
-    m = indices.shape[0] if indices.dim() == 2 else offsets.shape[0] - 1
-    row_offsets = offsets_of(torch.bincount(rows, minlength=m))
-    out = bag(columns, values.reshape(-1)[slots], row_offsets, weight, working)
+    slots, rows = stored(indices, spans, weight.shape[0])
+    row_offsets = offsets_of(torch.bincount(rows, minlength=spans.shape[1]))
+    out = bag(indices[slots].long(), values[slots], row_offsets, weight, working)
     if source is not None:
-        over = overflowed_rows(indices, offsets)
+        over = overflowed_rows(spans, values.shape[0])
         if over.numel():
             out[over] = batch_product(source[over], weight, working)
     return out if bias is None else (out + bias).to(dtype)
@@ -90,7 +88,7 @@ def matmul_bwd(
     keys: Tensor,
     col_offsets: Tensor,
     values: Tensor,
-    offsets: Tensor,
+    spans: Tensor,
     source: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
@@ -98,12 +96,10 @@ def matmul_bwd(
 ) -> tuple[Tensor, Tensor]:
     """Operator `matmul_bwd` -> (weight gradient [N, D], float32 gradient of values), from transposed entries."""
     nnz = int(col_offsets[-1])
-    rows = keys[:nnz] >> 32
-    starts = rows * values.shape[1] if values.dim() == 2 else offsets[rows]
-    slots = starts + (keys[:nnz] & 0xFFFFFFFF)
-    out = bag(rows, values.reshape(-1)[slots], col_offsets, grad, torch.promote_types(dtype, torch.float32))
+    rows, slots = keys[:nnz] >> 32, keys[:nnz] & 0xFFFFFFFF
+    out = bag(rows, values[slots], col_offsets, grad, torch.promote_types(dtype, torch.float32))
     if source is not None:
-        over = overflowed_rows(values, offsets)
+        over = overflowed_rows(spans, values.shape[0])
         if over.numel():
             working = torch.promote_types(source.dtype, grad.dtype)
             held = source[over] if mask is None else torch.where(mask[over] != 0, source[over], 0)
@@ -113,5 +109,4 @@ def matmul_bwd(
     if weight is not None:
         columns = torch.repeat_interleave(torch.arange(weight.shape[0]), col_offsets.diff())
         products[slots] = dot_entries(grad, rows, weight, columns)
-        products = products.view(values.shape)
     return out.to(dtype), products

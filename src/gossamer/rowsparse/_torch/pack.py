@@ -54,24 +54,29 @@ def entries(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return row_offsets_of(flat, m, n), flat % n, x.reshape(-1)[flat]
 
 
-def ell_from_entries(
-    row_offsets: Tensor, columns: Tensor, values: Tensor, capacity: int
+def buffers_of(
+    row_offsets: Tensor, columns: Tensor, values: Tensor, capacity: int | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, nnz_per_row) with `capacity` slots a row; entries past them are left out."""
+    """(values, indices, spans) of entries with `capacity` slots a row, or side by side with None. A row with more
+    entries overflows, and its slots hold the first of them."""
     # In NumPy, whose operations begin in a fraction of the time.
     starts = row_offsets.numpy()
     m, counts = len(starts) - 1, np.diff(starts)
-    out_values = np.zeros((m, capacity), bits_of(values).dtype)
-    out_indices = np.full((m, capacity), -1, np.int32)
-    at = np.arange(len(columns)) + np.repeat(np.arange(m) * capacity - starts[:-1], counts)
+    spans = np.stack([starts[:-1], counts])
+    if capacity is None:
+        return values, columns.int(), torch.from_numpy(spans)
+    out_values = np.zeros(m * capacity, bits_of(values).dtype)
+    out_indices = np.full(m * capacity, -1, np.int32)
+    spans[0] = np.arange(m) * capacity
+    at = np.arange(len(columns)) + np.repeat(spans[0] - starts[:-1], counts)
     found, entries = columns.numpy(), bits_of(values)
     if m and counts.max() > capacity:
-        fits = at < np.repeat(np.arange(1, m + 1) * capacity, counts)
+        fits = at < np.repeat(spans[0] + capacity, counts)
         at, found, entries = at[fits], found[fits], entries[fits]
-    out_values.reshape(-1)[at] = entries
-    out_indices.reshape(-1)[at] = found
-    packed = torch.from_numpy(out_values).view(values.dtype)
-    return packed, torch.from_numpy(out_indices), torch.from_numpy(counts.astype(np.int32))
+        spans[0, counts > capacity] = m * capacity
+    out_values[at] = entries
+    out_indices[at] = found
+    return torch.from_numpy(out_values).view(values.dtype), torch.from_numpy(out_indices), torch.from_numpy(spans)
 
 
 def bits_of(values: Tensor) -> np.ndarray:
@@ -98,28 +103,22 @@ def count(flags: Tensor, dim: int) -> Tensor:
     return torch.from_numpy(np.count_nonzero(flags.numpy(), axis=dim))
 
 
-def pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `pack_ell`."""
-    return ell_from_entries(*entries(x), capacity)
+def pack_rows(x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `pack_rows`."""
+    return buffers_of(*entries(x), capacity)
 
 
-def stored(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """Flat slots and rows (int64 [nnz]) of the entries of rows that did not overflow, in order of row and slot.
+def stored(indices: Tensor, spans: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """Slots and rows (int64 [nnz]) of the entries of rows that did not overflow, in order of row and slot.
 
-    `indices` is [M, capacity] with offsets = nnz_per_row (ELL), or [max_nnz] with offsets = row_offsets (CSR). Raises
-    for an index outside [-1, n); the kernels write NaN instead, because looking costs them a sync.
+    Raises for an index outside [-1, n); the kernels write NaN instead, because looking costs them a sync.
     """
-    if indices.dim() == 2:
-        m, capacity = indices.shape
-        counts = torch.where(offsets > capacity, 0, offsets).long()
-        starts = torch.arange(m) * capacity
-    else:
-        counts = torch.where(offsets[1:] > indices.shape[0], 0, offsets.diff())
-        starts = offsets[:-1]
+    starts, counts = spans
+    counts = torch.where(starts + counts > indices.shape[0], 0, counts)
     rows = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
     first = torch.cumsum(counts, 0) - counts
     slots = torch.arange(rows.shape[0]) - first[rows] + starts[rows]
-    found = indices.reshape(-1)[slots]
+    found = indices[slots]
     if found.numel():
         low, high = (int(bound) for bound in found.aminmax())
         if low < -1 or high >= n:
@@ -144,15 +143,14 @@ def dot_entries(x: Tensor, rows: Tensor, weight: Tensor, columns: Tensor) -> Ten
     return products
 
 
-def overflowed_rows(indices: Tensor, offsets: Tensor) -> Tensor:
-    """int64 [k]: the rows with more entries than the buffer holds."""
-    flagged = offsets > indices.shape[1] if indices.dim() == 2 else offsets[1:] > indices.shape[0]
-    return flagged.nonzero().squeeze(1)
+def overflowed_rows(spans: Tensor, room: int) -> Tensor:
+    """int64 [k]: the rows whose spans end beyond the buffers."""
+    return (spans.sum(0) > room).nonzero().squeeze(1)
 
 
-def refuse_overflow(operator: str, limit: int, counts: Tensor) -> None:
-    """Raises where a row has more entries than slots, and nothing to read them from; the kernels write NaN instead."""
-    if bool((counts > limit).any()):
+def refuse_overflow(operator: str, spans: Tensor, room: int) -> None:
+    """Raises where a row overflowed, and nothing is there to read it from; the kernels write NaN instead."""
+    if bool((spans.sum(0) > room).any()):
         raise overflow_error(operator)
 
 
@@ -167,16 +165,21 @@ def overflow_error(operator: str) -> Overflowed:
     )
 
 
-def unpack(values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int) -> Tensor:
+def unpack(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int) -> Tensor:
     """Operator `unpack`: dense [M, N]; repeated indices add up in the order of their slots."""
-    m = indices.shape[0] if indices.dim() == 2 else offsets.shape[0] - 1
+    m = spans.shape[1]
     if source is None:
-        refuse_overflow("rowsparse.unpack", indices.shape[-1], offsets)
-    slots, rows = stored(indices, offsets, n)
+        refuse_overflow("rowsparse.unpack", spans, values.shape[0])
+    slots, rows = stored(indices, spans, n)
     out = values.new_zeros(m * n)
-    out.index_add_(0, rows * n + indices.reshape(-1)[slots], values.reshape(-1)[slots])
+    out.index_add_(0, rows * n + indices[slots], values[slots])
     out = out.view(m, n)
     if source is not None:
-        over = overflowed_rows(indices, offsets)
+        over = overflowed_rows(spans, values.shape[0])
         out[over] = source[over].to(out.dtype)
     return out
+
+
+def positions_above(x: Tensor, threshold: Tensor | None) -> Tensor:
+    """Flat positions, ascending, of the elements of a contiguous x that are not up to max(threshold, 0), or NaN."""
+    return nonzero_positions(~(x <= (0 if threshold is None else threshold.clamp(min=0))))

@@ -23,7 +23,7 @@ def add_bias(z, bias_ptr, columns, inside):
 
 @triton.jit
 def load_threshold(threshold_ptr, stride_t, columns, inside):
-    """Thresholds below 0 keep what 0 keeps, because values are at least 0."""
+    """A threshold below 0 keeps the elements that 0 keeps, because values are at least 0."""
     if threshold_ptr is None:
         return 0.0
     else:
@@ -33,7 +33,8 @@ def load_threshold(threshold_ptr, stride_t, columns, inside):
 
 @triton.jit
 def load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, inside, WINDOW: tl.constexpr):
-    """What elements have to exceed: the threshold, with WINDOW less `radius`, or what stands in for both."""
+    """The bound that elements have to exceed: the threshold, with WINDOW less `radius`, or a number in place of
+    both."""
     if limits_ptr is not None:
         return tl.load(limits_ptr + columns, mask=inside, other=float("inf")).to(tl.float32)
     else:
@@ -59,7 +60,7 @@ def _limits_kernel(threshold_ptr, out_ptr, stride_t, radius, N, BLOCK: tl.conste
 
 
 def limits_of(z: Tensor, threshold: Tensor | None, radius: float) -> Tensor | None:
-    """What stands in for thresholds of z's columns, where those take more bytes than z has."""
+    """Numbers in place of the thresholds of z's columns, where those take more bytes than z has."""
     if threshold is None or threshold.stride(0) == 0 or z.element_size() != 2:
         return None
     n = z.shape[1]

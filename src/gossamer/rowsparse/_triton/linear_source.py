@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
+from gossamer.rowsparse._triton._rows import overflowed
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse._triton.matmul import launch_matmul
@@ -19,16 +20,16 @@ from gossamer.rowsparse._triton.overflow import Overflow, dot, summed_apart
 
 @launch.kernel
 def _linear_source_kernel(
-    x_ptr, w_ptr, bias_ptr, threshold_ptr, counts_ptr, out_ptr, limit, stride_xm, stride_xk, stride_wn, stride_wk,
+    x_ptr, w_ptr, bias_ptr, threshold_ptr, spans_ptr, out_ptr, room, stride_xm, stride_xk, stride_wn, stride_wk,
     M, N, K,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, PARTIAL: tl.constexpr,
     EVEN: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row block, share of the column tiles): max(x @ w + bias, 0), or 0 up to the threshold, at rows whose
-    count exceeds `limit`. PARTIAL products at a time are summed on their own, or 0 for all: as exact in float32 as the
-    library's dense product. EVEN says that K needs no mask. Rows beyond the last read the first, and are not stored."""
+    """Program (row block, share of the column tiles): max(x @ w + bias, 0), or 0 up to the threshold, at rows that
+    overflowed. PARTIAL products at a time are summed on their own, or 0 for all: as exact in float32 as the library's
+    dense product. EVEN says that K needs no mask. Rows beyond the last read the first, and are not stored."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
+    flagged = overflowed(spans_ptr, rows, M, room)
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
         inner = tl.arange(0, BLOCK_K)
         x_first = x_ptr + tl.where(rows < M, rows, 0).to(tl.int64)[:, None] * stride_xm
@@ -78,16 +79,16 @@ def tile_of(m: int, weight: Tensor) -> launch.Tile:
 
 
 def linear_source(
-    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, spans: Tensor, room: int
 ) -> Tensor:
     """Operator `linear_source`."""
     out = x.new_empty(x.shape[0], weight.shape[0])
-    launch_linear_source(x, weight, bias, threshold, counts, limit, out)
+    launch_linear_source(x, weight, bias, threshold, spans, room, out)
     return out
 
 
 def launch_linear_source(
-    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, counts: Tensor, limit: int, out: Tensor
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, spans: Tensor, room: int, out: Tensor
 ) -> None:
     (m, n), k = out.shape, x.shape[1]
     if m == 0 or n == 0:
@@ -100,7 +101,7 @@ def launch_linear_source(
     }
     meta |= tuning.dot_precision(weight, k)
     strides = (*x.stride(), *weight.stride())
-    args = (x, weight, bias, threshold, counts, out, limit, *strides, m, n, k)
+    args = (x, weight, bias, threshold, spans, out, room, *strides, m, n, k)
     row_blocks = launch.cdiv(m, meta["BLOCK_M"])
     share = min(launch.cdiv(n, meta["BLOCK_N"]), max(launch.cdiv(2 * tuning.programs(x.device), row_blocks), 16))
     _linear_source_kernel((row_blocks, share, 1), args, meta, **tile.options)
@@ -109,7 +110,7 @@ def launch_linear_source(
 def matmul_linear(
     values: Tensor,
     indices: Tensor,
-    counts: Tensor,
+    spans: Tensor,
     x: Tensor,
     source_weight: Tensor,
     source_bias: Tensor | None,
@@ -118,11 +119,11 @@ def matmul_linear(
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Operator `matmul_linear`: an ELL times weight, with overflowed rows from a linear source."""
+    """Operator `matmul_linear`: rows times weight, with overflowed rows from a linear source."""
     weight = rows_contiguous(weight)
-    (m, capacity), n = values.shape, weight.shape[0]
+    m, n, room = spans.shape[1], weight.shape[0], values.shape[0]
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
-    launch_matmul(values, indices, counts, None, weight, bias, out)
+    launch_matmul(values, indices, spans, None, weight, bias, out)
     if m == 0 or n == 0 or out.shape[1] == 0:
         return out
     # Few blocks, for each costs two launches, and of those no more than an eighth of the matrix where that is large.
@@ -131,9 +132,9 @@ def matmul_linear(
     source = x.new_empty(block, n)
     for first in range(0, m, block):
         rows = slice(first, min(first + block, m))
-        part = source[: rows.stop - first]
-        launch_linear_source(x[rows], source_weight, source_bias, threshold, counts[rows], capacity, part)
-        overflow.forward(Overflow(part, counts[rows], capacity), weight, bias, out[rows])
+        part, held = source[: rows.stop - first], spans[:, rows].contiguous()
+        launch_linear_source(x[rows], source_weight, source_bias, threshold, held, room, part)
+        overflow.forward(Overflow(part, held, room), weight, bias, out[rows])
     return out
 
 

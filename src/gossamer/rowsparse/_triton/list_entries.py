@@ -1,4 +1,4 @@
-"""A dense matrix to one list of entries a row, each list right behind that of the row before, in one pass.
+"""A dense matrix to one list of entries a row, in one pass: in slots of its own, or right behind the row before.
 
 A program reads a *piece*, a part of a row or several short rows, and keeps of it one bit an element, in registers. It
 publishes how many bits are set, learns from the programs before it where its lists begin, and reads the kept elements
@@ -13,7 +13,6 @@ chunk, ranks them all.
 
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -21,7 +20,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.limit import add_bias, limits_of, load_limit, load_threshold
-from gossamer.rowsparse.formats import empty_ell
+from gossamer.rowsparse.formats import empty_slots
 from gossamer.rowsparse.pack import MOST_ENTRIES, default_capacity
 
 DONE = tl.constexpr(1 << 31)
@@ -198,16 +197,16 @@ def clear_slots(values_ptr, indices_ptr, rows, counts, M, room, BLOCK: tl.conste
 
 @launch.kernel(do_not_specialize=["epoch"])
 def _list_entries_kernel(
-    x_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, starts_ptr, counts_ptr, l0_ptr, flags_ptr,
+    x_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, spans_ptr, l0_ptr, flags_ptr,
     epoch, stride_t, radius, stride_xm, M, N, pieces, room,
     WORDS: tl.constexpr, VEC: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
     """Program (ROWS rows, piece of them), pieces fastest; where ROWS is not 1, `pieces` is.
 
-    Where `radius` is None entries are the elements that differ from 0. `starts_ptr` gets the sum of all counts behind
-    the starts; without it each row has `room` slots of its own. Counts are true, and starts folded, also of rows whose
-    entries find no room. With a WINDOW the entries above their threshold are added to what `l0_ptr` holds.
+    Where `radius` is None entries are the elements that differ from 0. CHAINED rows share `room` slots, and their
+    starts are folded; else each row has `room` slots of its own, and starts behind all of them where it has more
+    entries. Counts are true. With a WINDOW the entries above their threshold are added to the numbers at `l0_ptr`.
     """
     pid = tl.program_id(0)
     part = pid % pieces
@@ -228,12 +227,12 @@ def _list_entries_kernel(
     within = tl.cumsum(fields, axis=1) - fields + chunks_before[:, None]
     base = tl.zeros([], tl.int64)
     if flags_ptr is not None:
-        base = sum_before(flags_ptr, pid - part if starts_ptr is None else 0, pid, epoch)
+        base = sum_before(flags_ptr, 0 if CHAINED else pid - part, pid, epoch)
         publish(flags_ptr + pid, epoch, folded(base + count) | DONE)
-    start = rows * room + base if starts_ptr is None else base + tl.cumsum(counts, axis=0) - counts
+    start = base + tl.cumsum(counts, axis=0) - counts if CHAINED else rows * room + base
     if count > 0:
         of_row = tl.broadcast_to(start[:, None], [ROWS, WORDS]).reshape([ROWS * WORDS])
-        end = (row + 1) * room if starts_ptr is None else room
+        end = room if CHAINED else (row + 1) * room
         active = write_entries(
             x_ptr, bias_ptr, threshold_ptr, stride_t, radius, values_ptr, indices_ptr, bits,
             (of_row, end, within.reshape([ROWS * WORDS])), row, stride_xm, begin, WORDS, VEC, ROWS, WINDOW,
@@ -242,28 +241,28 @@ def _list_entries_kernel(
             found = tl.sum(active.reshape([ROWS, WORDS]), axis=1).to(tl.float32)
             # Whole numbers: the sum does not depend on the order of arrival.
             tl.atomic_add(l0_ptr + rows, found, mask=rows < M, sem="relaxed")
-    if starts_ptr is not None:
+    if CHAINED:
         if part == 0:
-            tl.store(starts_ptr + rows, folded(start), mask=rows < M)
-        if pid == tl.num_programs(0) - 1:
-            tl.store(starts_ptr + M, folded(base + count))
+            tl.store(spans_ptr + rows, folded(start), mask=rows < M)
     if part == pieces - 1:
-        if starts_ptr is None:
+        if not CHAINED:
             counts += base.to(tl.int32)
             clear_slots(values_ptr, indices_ptr, rows, counts, M, room, 1024 // ROWS)
+            behind = tl.zeros([], tl.int64) + room
+            tl.store(spans_ptr + rows, tl.where(counts > room, behind * M, rows * room), mask=rows < M)
         elif pieces > 1:
             before = tl.zeros([], tl.int64)
             if pid >= pieces:
                 before = wait_sum(flags_ptr + pid - pieces, epoch)
             counts += ((base - before) & (FOLD - 1)).to(tl.int32)
-        tl.store(counts_ptr + rows, counts, mask=rows < M)
+        tl.store(spans_ptr + M + rows, counts.to(tl.int64), mask=rows < M)
         if l0_ptr is not None and not WINDOW:
             tl.store(l0_ptr + rows, counts, mask=rows < M)
 
 
 class Limit(NamedTuple):
-    """What elements have to exceed to be kept, instead of differing from 0: z + bias above the thresholds of columns,
-    or less than `radius` below them. Without thresholds the limit is 0, and it is never below."""
+    """The bounds that elements have to exceed to be kept, instead of differing from 0: z + bias above the thresholds of
+    columns, or less than `radius` below them. Without thresholds the limit is 0, and it is never below."""
 
     bias: Tensor | None
     threshold: Tensor | None
@@ -300,77 +299,67 @@ def cut(m: int, n: int, element_size: int, limited: bool = False) -> Cut:
     return Cut(sizes, launch.cdiv(words, parts * width), WARPS)
 
 
-def list_entries(x: Tensor, room: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `list_entries`. Slots behind the last entry hold a value of 0 and the column -1."""
-    values, indices = x.new_zeros(room), torch.full((room,), -1, dtype=torch.int32, device=x.device)
-    return values, indices, *_fill(x, values, indices, None, None)
-
-
-def _fill(x: Tensor, values: Tensor, indices: Tensor, limit: Limit | None, l0: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(starts, counts) of the entries that it writes: those of x, or with a limit those that it keeps. `l0` (float32
-    `[M]`, zeros) gets how many entries of each row exceed its threshold."""
-    make = torch.empty if x.numel() else torch.zeros
-    starts = make(x.shape[0] + 1, dtype=torch.int64, device=x.device)
-    counts = make(x.shape[0], dtype=torch.int32, device=x.device)
-    _launch(x, (values, indices, starts, counts, l0), values.shape[0], limit)
-    return starts, counts
+def pack_rows(x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `pack_rows`."""
+    return list_all(x) if capacity is None else list_slots(x, capacity)
 
 
 def list_slots(
     x: Tensor, capacity: int, limit: Limit | None = None, l0: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, counts) likewise, where each row has `capacity` slots; those without an entry are marked."""
-    values, indices, counts = empty_ell(x, x.shape[0], capacity)
+    """(values, indices, spans) of the elements that differ from 0, or with a limit of those that it keeps, in
+    `capacity` slots for each row. `l0` (float32 `[M]`, zeros) gets how many entries of each row exceed its threshold.
+    Slots without an entry hold a value of 0 and the column -1."""
+    out = empty_slots(x, x.shape[0], x.shape[0] * capacity)
     if x.numel() == 0:
-        return values.zero_(), indices.fill_(-1), counts.zero_()
-    _launch(x, (values, indices, None, counts, l0), capacity, limit)
-    return values, indices, counts
+        return out[0].zero_(), out[1].fill_(-1), out[2].zero_()
+    _launch(x, out, capacity, False, limit, l0)
+    return out
 
 
-def _launch(x: Tensor, out: tuple[Tensor | None, ...], room: int, limit: Limit | None) -> None:
-    """Fills out: values, indices, starts or None, counts and l0 or None."""
+def list_all(x: Tensor, limit: Limit | None = None, l0: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """The same with as many slots as there are entries, for which the host waits.
+
+    Room is first made for more entries than usual: one pass does, unless there are more still.
+    """
     m, n = x.shape
-    if m == 0 or n == 0:
-        return
-    x = rows_contiguous(x)
+    out = empty_slots(x, m, min(m * default_capacity(n), MOST_ENTRIES))
+    if x.numel() == 0:
+        return out[0][:0].clone(), out[1][:0].clone(), out[2].zero_()
+    _launch(x, out, out[0].shape[0], True, limit, l0)
+    total = int(out[2][:, -1].sum())
+    if total > MOST_ENTRIES:
+        raise ValueError(f"rowsparse: a container holds at most 2^30 entries, got {total}. Take fewer rows at a time.")
+    if total > out[0].shape[0]:
+        out = empty_slots(x, m, total)
+        _launch(x, out, total, True, limit, None)
+    # Copies, for the kept part of a large batch is to be no larger than its entries.
+    return out[0][:total].clone(), out[1][:total].clone(), out[2]
+
+
+def _launch(
+    x: Tensor, out: tuple[Tensor, Tensor, Tensor], room: int, chained: bool, limit: Limit | None, l0: Tensor | None
+) -> None:
+    """Fills values, indices and spans, and l0 if there is one."""
+    (m, n), x = x.shape, rows_contiguous(x)
     sizes, pieces, warps = cut(m, n, x.element_size(), limit is not None)
     programs = launch.cdiv(m, sizes["ROWS"]) * pieces
-    flags: tuple[Tensor | None, int] = (None, 0)
-    if out[2] is not None or pieces > 1:
-        flags = launch.flags.get(programs, x.device)
+    flags = launch.flags.get(programs, x.device) if chained or pieces > 1 else (None, 0)
     by: tuple[Any, ...] = (None, None, None)
     stride_t = radius = None
     if limit is not None:
         stride_t, radius = 0 if limit.threshold is None else limit.threshold.stride(0), float(limit.radius)
         # Where rows are few their thresholds are not worth a launch.
         by = (limit.bias, limit.threshold, limits_of(x, limit.threshold, radius) if m >= 512 else None)
-    args = (x, *by, *out, *flags, stride_t, radius, x.stride(0), m, n, pieces, room)
-    meta = {**sizes, "EVEN": (n | x.stride(0)) % sizes["VEC"] == 0, "WINDOW": bool(radius)}
+    args = (x, *by, *out, l0, *flags, stride_t, radius, x.stride(0), m, n, pieces, room)
+    even = (n | x.stride(0)) % sizes["VEC"] == 0
+    meta = {**sizes, "EVEN": even, "WINDOW": bool(radius), "CHAINED": chained}
     _list_entries_kernel((programs, 1, 1), args, meta, num_warps=warps)
-
-
-def list_all(x: Tensor, limit: Limit | None, l0: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, starts) with room for as many entries as there are, for which the host waits.
-
-    Room is first made for more entries than usual: one pass does, unless there are more still.
-    """
-    m, n = x.shape
-    room = min(m * default_capacity(n), MOST_ENTRIES)
-    values, indices = x.new_empty(room), torch.empty(room, dtype=torch.int32, device=x.device)
-    starts, _ = _fill(x, values, indices, limit, l0)
-    total = int(starts[-1])
-    if total > MOST_ENTRIES:
-        raise ValueError(f"rowsparse: a container holds at most 2^30 entries, got {total}. Take fewer rows at a time.")
-    if total > room:
-        values, indices = x.new_empty(total), torch.empty(total, dtype=torch.int32, device=x.device)
-        starts, _ = _fill(x, values, indices, limit, None)
-    # Copies, for what is kept of a large batch is to be no larger than its entries.
-    return values[:total].clone(), indices[:total].clone(), starts
 
 
 EXAMPLES = {
     _list_entries_kernel: {
-        "flags_ptr": "*i64", "starts_ptr": "*i64", "WORDS": 512, "VEC": 8, "PARTS": 4, "ROWS": 1, "EVEN": True,
-        "WINDOW": True,
+        "flags_ptr": "*i64", "WORDS": 512, "VEC": 8, "PARTS": 4, "ROWS": 1, "EVEN": True, "WINDOW": True,
+        "CHAINED": True,
     },
 }  # fmt: skip

@@ -3,8 +3,8 @@
 One program owns a row and BLOCK_D columns of the output. It takes BLOCK_E entries at once as a [BLOCK_E, BLOCK_D] tile
 of gathered weight rows, so that many independent 16-byte loads are in flight, and keeps a tile of float32 partial sums
 that it folds once at the end: no exchange between warps inside the loop, and one fixed order of addition.
-Column slices are the slow axis of the grid: while all rows work on one slice, the weight's slice is what the L2 has
-to hold (65,536 x 256 bfloat16 = 34 MB), not the whole weight. Rows that overflowed are left to `overflow`.
+Column slices are the slow axis of the grid: while all rows work on one slice, the L2 has to hold the weight's
+slice (65,536 x 256 bfloat16 = 34 MB), not the whole weight. Rows that overflowed are left to `overflow`.
 
 Both gradients come from the transposed entries at once, for both read the same rows of the output's gradient: a warp
 owns a weight row. Times the values, they add up to the row's gradient; times the row itself, folded along D, they are
@@ -82,8 +82,8 @@ def gather_rows(
 
 @launch.kernel
 def _matmul_fwd_kernel(
-    values_ptr, indices_ptr, offsets_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, capacity,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr, IS_CSR: tl.constexpr,
+    values_ptr, indices_ptr, spans_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, room,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr,
     LAUNCH_DEPENDENTS: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
     """Program (row, column slice). ALONE says that nobody computes rows that overflowed: they become NaN."""
@@ -93,7 +93,7 @@ def _matmul_fwd_kernel(
     row, stride_wn, D = tl.program_id(0), even_length(stride_wn, VEC, EVEN), even_length(D, VEC, EVEN)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
-    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    start, count, overflowed = row_span(spans_ptr, row, tl.num_programs(0), room)
     if not overflowed:
         out = gather_rows(
             values_ptr + start, indices_ptr + start, count, w_ptr, stride_wn, columns, inside, N,
@@ -108,17 +108,12 @@ def _matmul_fwd_kernel(
 
 
 @triton.jit
-def load_entries(keys_ptr, starts_ptr, at, count, capacity, BLOCK_E: tl.constexpr, IS_CSR: tl.constexpr):
-    """(rows, places in the buffer of values, which are there) of BLOCK_E of a column's `count` entries from `at` on."""
+def load_entries(keys_ptr, at, count, BLOCK_E: tl.constexpr):
+    """(rows, slots in the buffer of values, which are there) of BLOCK_E of a column's `count` entries from `at` on."""
     entry = at + tl.arange(0, BLOCK_E)
     held = entry < count
     key = tl.load(keys_ptr + entry, mask=held, other=0)
-    row = key >> 32
-    if IS_CSR:
-        start = tl.load(starts_ptr + row, mask=held, other=0)
-    else:
-        start = row * capacity
-    return row, start + (key & 0xFFFFFFFF), held
+    return key >> 32, key & 0xFFFFFFFF, held
 
 
 @triton.jit
@@ -143,12 +138,11 @@ def fold(products, VEC: tl.constexpr):
 
 @launch.kernel
 def _matmul_bwd_kernel(
-    keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, sums_ptr,
-    long_ptr, found_ptr, stride_wn, capacity, D,
+    keys_ptr, offsets_ptr, values_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, sums_ptr, long_ptr, found_ptr,
+    stride_wn, D,
     BLOCK_E: tl.constexpr, STEP: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr, LONG: tl.constexpr,
-    IS_CSR: tl.constexpr,
 ):  # fmt: skip
-    """Program (column). keys are (row << 32 | slot), sorted by column, then row.
+    """Program (column). keys are (row << 32 | slot of the buffer), sorted by column, then row.
 
     A column with more than LONG entries, and four times those of a usual one, is only noted down, for
     `_matmul_bwd_long_kernel`: it would keep its warp when others are done.
@@ -163,7 +157,7 @@ def _matmul_bwd_kernel(
             columns = first + tl.arange(0, BLOCK_D)
             tl.store(out_ptr + columns, tl.zeros([BLOCK_D], tl.float32), mask=columns < D, cache_modifier=".cs")
     elif count <= BLOCK_E:
-        row, place, held = load_entries(keys_ptr, starts_ptr, 0, count, capacity, BLOCK_E, IS_CSR)
+        row, place, held = load_entries(keys_ptr, 0, count, BLOCK_E)
         value = tl.load(values_ptr + place, mask=held, other=0.0).to(tl.float32)
         product = tl.zeros([BLOCK_E, BLOCK_D // VEC], tl.float32)
         for first in range(0, D, BLOCK_D):
@@ -175,8 +169,8 @@ def _matmul_bwd_kernel(
             total = tl.sum(value[:, None] * grad, axis=0)
             tl.store(out_ptr + columns, total, mask=columns < D, cache_modifier=".cs")
         if w_ptr is not None:
-            # Places are found again, from the L1: registers are what limits how many columns are in flight.
-            row, place, held = load_entries(keys_ptr, starts_ptr, 0, count, capacity, BLOCK_E, IS_CSR)
+            # Places are found again, from the L1: registers limit how many columns are in flight.
+            row, place, held = load_entries(keys_ptr, 0, count, BLOCK_E)
             tl.store(grad_values_ptr + place, tl.sum(product, axis=1), mask=held)
     elif (count <= LONG) | (count.to(tl.int64) * tl.num_programs(0) <= 4 * nnz):
         for first in range(0, D, BLOCK_D):
@@ -185,7 +179,7 @@ def _matmul_bwd_kernel(
             if w_ptr is not None:
                 w = load_weights(w_ptr, column, stride_wn, columns, D)
             for at in range(0, count, STEP):
-                row, place, held = load_entries(keys_ptr, starts_ptr, at, count, capacity, STEP, IS_CSR)
+                row, place, held = load_entries(keys_ptr, at, count, STEP)
                 value = tl.load(values_ptr + place, mask=held, other=0.0).to(tl.float32)
                 grad = load_gradients(grad_ptr, row, held, columns, D)
                 total += tl.sum(value[:, None] * grad, axis=0)
@@ -207,9 +201,8 @@ def _matmul_bwd_kernel(
 
 @launch.kernel
 def _matmul_bwd_long_kernel(
-    keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, long_ptr, found_ptr,
-    stride_wn, capacity, D,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr, IS_CSR: tl.constexpr,
+    keys_ptr, offsets_ptr, values_ptr, grad_ptr, w_ptr, grad_w_ptr, grad_values_ptr, long_ptr, found_ptr, stride_wn, D,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """Programs share (noted column, role): a slice of the weight row's gradient, or a share of the values' gradient."""
     slices = tl.cdiv(D, BLOCK_D)
@@ -223,14 +216,14 @@ def _matmul_bwd_long_kernel(
             columns = role * BLOCK_D + tl.arange(0, BLOCK_D)
             total = tl.zeros([BLOCK_E, BLOCK_D], tl.float32)
             for at in range(0, count, BLOCK_E):
-                row, place, held = load_entries(keys_ptr + begin, starts_ptr, at, count, capacity, BLOCK_E, IS_CSR)
+                row, place, held = load_entries(keys_ptr + begin, at, count, BLOCK_E)
                 value = tl.load(values_ptr + place, mask=held, other=0.0).to(tl.float32)
                 total += value[:, None] * load_gradients(grad_ptr, row, held, columns, D)
             out_ptr = grad_w_ptr + column.to(tl.int64) * D
             tl.store(out_ptr + columns, tl.sum(total, axis=0), mask=columns < D)
         elif w_ptr is not None:
             for at in range((role - slices) * BLOCK_E, count, slices * BLOCK_E):
-                row, place, held = load_entries(keys_ptr + begin, starts_ptr, at, count, capacity, BLOCK_E, IS_CSR)
+                row, place, held = load_entries(keys_ptr + begin, at, count, BLOCK_E)
                 product = tl.zeros([BLOCK_E, BLOCK_D // VEC], tl.float32)
                 for first in range(0, D, BLOCK_D):
                     columns = first + tl.arange(0, BLOCK_D)
@@ -242,7 +235,7 @@ def _matmul_bwd_long_kernel(
 def bwd_tile(element_size: int) -> launch.Tile:
     """Tile of the gradients of a row gather: a warp reads 512 bytes of up to eight rows at once.
 
-    80 registers make three warps of what would otherwise be two, and spill nothing.
+    80 registers make room for three warps in place of two, and spill nothing.
     """
     sizes = {"BLOCK_E": 8, "STEP": 4, "BLOCK_D": 512 // element_size, "VEC": 16 // element_size}
     return launch.Tile(sizes, warps=1, registers=80)
@@ -251,32 +244,29 @@ def bwd_tile(element_size: int) -> launch.Tile:
 def matmul(
     values: Tensor,
     indices: Tensor,
-    offsets: Tensor,
+    spans: Tensor,
     source: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    """Operator `matmul`. ELL where values is 2-D, with offsets = nnz_per_row; CSR where it is 1-D.
-
-    As in `sae._triton.decode`, what follows from shapes is done once and kept as a plan.
-    """
-    m = offsets.shape[0] - (values.dim() == 1)
+    """Operator `matmul`. As in `sae._triton.decode`, work that depends on shapes is done once and kept as a plan."""
+    m = spans.shape[1]
     # The dense product would be rounded before a wider bias is added to it.
     as_weight = out_dtype in (None, weight.dtype) and (bias is None or bias.dtype is weight.dtype)
     if as_weight and choose_path(values, m, source is not None, weight) == "dense":
-        return matmul_dense(values, indices, offsets, source, weight, bias)
+        return matmul_dense(values, indices, spans, source, weight, bias)
     weight, source = rows_contiguous(weight), None if source is None else rows_contiguous(source)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
     if launch.INTERPRET or m == 0 or out.shape[1] == 0:
-        launch_matmul(values, indices, offsets, source, weight, bias, out)
+        launch_matmul(values, indices, spans, source, weight, bias, out)
         return out
     index = weight.get_device()
     stream = torch._C._cuda_getCurrentRawStream(index)
     key = (values.shape, m, weight.shape, weight.stride(0), values.dtype, weight.dtype, out_dtype, index, stream)
     key += (None if bias is None else bias.dtype, tuning.tf32())
     key += (None if source is None else (source.stride(0), source.dtype),)
-    entries = (values.data_ptr(), indices.data_ptr(), offsets.data_ptr())
+    entries = (values.data_ptr(), indices.data_ptr(), spans.data_ptr())
     operands = (weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
     address = 0 if source is None else source.data_ptr()
     united = entries[0] | entries[1] | entries[2] | operands[0] | (operands[1] or 0) | address
@@ -287,7 +277,7 @@ def matmul(
         if over is not None:
             over(stream, address, *operands, entries[2])
         return out
-    made = launch_matmul(values, indices, offsets, source, weight, bias, out)
+    made = launch_matmul(values, indices, spans, source, weight, bias, out)
     if made is not None:
         _plans.keep(key, weight.device, *made)
     return out
@@ -299,31 +289,30 @@ _plans = launch.Plans()
 def launch_matmul(
     values: Tensor,
     indices: Tensor,
-    offsets: Tensor,
+    spans: Tensor,
     source: Tensor | None,
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
 ) -> tuple[launch.Bound, launch.Bound | None] | None:
-    """Launches, and returns what repeats it: the gather, and the dense tiles."""
-    is_csr = values.dim() == 1
-    (m, d), n, capacity = out.shape, weight.shape[0], values.shape[-1]
+    """Launches, and returns the bound launches: the gather, and the dense tiles."""
+    (m, d), n, room = out.shape, weight.shape[0], values.shape[0]
     if m == 0 or d == 0 or n == 0:
         out.copy_(out.new_zeros(d) if bias is None else bias)
         return None
     tile = gather_tile(m, d, weight.element_size())
-    # Half-precision results round far above what a running float32 sum loses.
+    # Half-precision results round far more than a running float32 sum loses.
     partial = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
-    meta = {**tile, "PARTIAL": partial, "IS_CSR": is_csr}
-    meta["ALONE"] = source is None
+    meta = {**tile, "PARTIAL": partial}
     meta["LAUNCH_DEPENDENTS"] = source is not None and tuning.dependent_launch(weight.device)
+    meta["ALONE"] = source is None
     meta["VEC"] = 16 // weight.element_size()
     meta["EVEN"] = is_even(weight.stride(0) | d, weight.element_size())
-    args = (values, indices, offsets, weight, bias, out, weight.stride(0), n, d, capacity)
+    args = (values, indices, spans, weight, bias, out, weight.stride(0), n, d, room)
     gather = _matmul_fwd_kernel((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
     if source is None:
         return None if gather is None else (gather, None)
-    over = overflow.forward(Overflow(source, offsets[is_csr:], capacity), weight, bias, out)
+    over = overflow.forward(Overflow(source, spans, room), weight, bias, out)
     return None if gather is None or over is None else (gather, over)
 
 
@@ -333,7 +322,7 @@ def matmul_bwd(
     keys: Tensor,
     col_offsets: Tensor,
     values: Tensor,
-    offsets: Tensor,
+    spans: Tensor,
     source: Tensor | None,
     weight: Tensor | None,
     dtype: torch.dtype,
@@ -343,15 +332,14 @@ def matmul_bwd(
 
     Without `weight` the second is empty, and with it, 0 at rows that overflowed. Those count where `mask` is not 0.
     """
-    is_csr = values.dim() == 1
-    n, d, capacity = col_offsets.shape[0] - 1, grad.shape[1], values.shape[-1]
+    n, d = col_offsets.shape[0] - 1, grad.shape[1]
     grad_weight = torch.empty(n, d, dtype=dtype, device=grad.device)
     size = 0 if weight is None else values.numel()
     long = min(n, keys.numel() // LONG)
     # Each from an aligned address on: the gradient, how many columns are long, which columns.
     start = launch.cdiv(size, 4) * 4
     zeros = torch.zeros(start + 4 + long, dtype=torch.float32, device=grad.device)
-    grad_values = zeros[:0] if weight is None else zeros[:size].view(values.shape)
+    grad_values = zeros[:0] if weight is None else zeros[:size]
     if n == 0 or d == 0:
         return grad_weight, grad_values
     noted = zeros[start:].view(torch.int32)
@@ -359,31 +347,30 @@ def matmul_bwd(
     stride = 0 if weight is None else weight.stride(0)
     tile = bwd_tile(grad.element_size())
     sums = None if weight is None else torch.empty(keys.numel(), dtype=torch.float32, device=grad.device)
-    operands = (keys, col_offsets, values, offsets, grad, weight, grad_weight, grad_values)
-    listed, scalars = (noted[4:], noted), (stride, capacity)
-    meta = {**tile.sizes, "LONG": LONG, "IS_CSR": is_csr}
-    args = (*operands, sums, *listed, *scalars, d)
+    operands = (keys, col_offsets, values, grad, weight, grad_weight, grad_values)
+    listed = (noted[4:], noted)
+    meta = {**tile.sizes, "LONG": LONG}
+    args = (*operands, sums, *listed, stride, d)
     _matmul_bwd_kernel((n, 1, 1), args, meta, **tile.options)
     if long:
         grid = (min(2 * long * launch.cdiv(d, 128), 4 * tuning.programs(grad.device)), 1, 1)
-        wide = {"BLOCK_E": 64, "BLOCK_D": tile.sizes["BLOCK_D"], "VEC": tile.sizes["VEC"], "IS_CSR": is_csr}
-        _matmul_bwd_long_kernel(grid, (*operands, *listed, *scalars, d), wide, num_warps=8)
+        wide = {"BLOCK_E": 64, "BLOCK_D": tile.sizes["BLOCK_D"], "VEC": tile.sizes["VEC"]}
+        _matmul_bwd_long_kernel(grid, (*operands, *listed, stride, d), wide, num_warps=8)
     if source is not None:
-        overflow.backward_weight(Overflow(source, offsets[is_csr:], capacity), mask, grad, grad_weight)
+        overflow.backward_weight(Overflow(source, spans, values.shape[0]), mask, grad, grad_weight)
     return grad_weight, grad_values
 
 
 EXAMPLES = {
     _matmul_fwd_kernel: {
         "values_ptr": "*fp32", "w_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK_E": 4, "BLOCK_D": 128, "PARTIAL": 64,
-        "IS_CSR": False, "LAUNCH_DEPENDENTS": False, "ALONE": False, "VEC": 4, "EVEN": False, "num_warps": 1,
+        "spans_ptr": "*i64", "LAUNCH_DEPENDENTS": False, "ALONE": False, "VEC": 4, "EVEN": False, "num_warps": 1,
     },
     _matmul_bwd_kernel: {
         "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8,
-        "LONG": 64, "IS_CSR": False, "num_warps": 1, "maxnreg": 80,
+        "LONG": 64, "num_warps": 1, "maxnreg": 80,
     },
     _matmul_bwd_long_kernel: {
-        "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 64, "BLOCK_D": 256, "VEC": 8, "IS_CSR": False,
-        "num_warps": 8,
+        "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 64, "BLOCK_D": 256, "VEC": 8, "num_warps": 8,
     },
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Overflowed rows through dense tiles: what keeps every capacity exact, and every density as fast as dense.
+"""Overflowed rows through dense tiles, which keep every capacity exact and every density as fast as dense.
 
 A row with more entries than slots is multiplied from its dense source. Which rows those are only the device knows, so
 these kernels are always launched and leave at once where a tile has no such row. The three products are those of a
@@ -10,7 +10,7 @@ blocks, wherever they lie. An H200 took 19 ms for two gradients of a weight `[65
 flagged here and there. The forward pass, in which a launch more would show, takes blocks of neighbouring rows.
 
 With few rows a product is bound by reading the weight, so the inner dimension is split over programs; the last one to
-finish a tile adds up the partial sums in fixed order, and puts the counter of who has finished back to 0.
+finish a tile adds up the partial sums in fixed order, and puts the counter of finished programs back to 0.
 """
 
 from typing import NamedTuple
@@ -22,12 +22,13 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton._rows import overflowed
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 
 @triton.jit
 def round_tf32(x):
-    """x to the nearest TF32: the tensor cores only cut off what they do not read, which doubles the error."""
+    """x to the nearest TF32: the tensor cores only cut off the bits that they do not read, which doubles the error."""
     bits = tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [x], dtype=tl.int32, is_pure=True, pack=1)
     return bits.to(tl.float32, bitcast=True)
 
@@ -77,11 +78,11 @@ def flagged_product(
 
 @launch.kernel
 def _overflow_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, counts_ptr, partial_ptr, arrived_ptr, limit, stride_xm, stride_wn, M, N, D,
+    x_ptr, w_ptr, bias_ptr, out_ptr, spans_ptr, partial_ptr, arrived_ptr, room, stride_xm, stride_wn, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
     PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GDC_WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row block, column tile, split), split fastest: rows whose count exceeds `limit`."""
+    """Program (row block, column tile, split), split fastest: rows whose spans end beyond `room`."""
     if GDC_WAIT:
         # Launched while the counting kernel still runs; up to here nothing depends on it.
         gdc_wait()
@@ -90,7 +91,7 @@ def _overflow_fwd_kernel(
     tiles_d = tl.cdiv(D, BLOCK_D)
     tile_d = tile % tiles_d
     rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
-    flagged = tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit
+    flagged = overflowed(spans_ptr, rows, M, room)
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
         columns = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
@@ -122,12 +123,12 @@ def _overflow_fwd_kernel(
 
 
 @launch.kernel
-def _overflow_rows_kernel(counts_ptr, rows_ptr, limit, M, BLOCK: tl.constexpr):
-    """One program: how many rows have more entries than `limit`, and behind that their numbers in order."""
+def _overflow_rows_kernel(spans_ptr, rows_ptr, room, M, BLOCK: tl.constexpr):
+    """One program: the number of rows whose spans end beyond `room`, and behind it those rows in order."""
     found = 0
     for first in range(0, M, BLOCK):
         rows = first + tl.arange(0, BLOCK)
-        flagged = (tl.load(counts_ptr + rows, mask=rows < M, other=0) > limit).to(tl.int32)
+        flagged = overflowed(spans_ptr, rows, M, room).to(tl.int32)
         place = 1 + found + tl.cumsum(flagged, axis=0) - flagged
         tl.store(rows_ptr + place, rows, mask=flagged != 0)
         found += tl.sum(flagged, axis=0)
@@ -172,8 +173,8 @@ def _overflow_bwd_weight_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr,
     PRECISION: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the tiles of the weight: adds source.T @ grad over the listed rows to what is there. A mask leaves
-    out what of the source lies where it is 0."""
+    """Programs share the tiles of the weight: adds source.T @ grad over the listed rows to the numbers there. A mask
+    leaves out elements of the source where it is 0."""
     number = tl.load(rows_ptr)
     if number > 0:
         tiles_d = tl.cdiv(D, BLOCK_D)
@@ -204,11 +205,11 @@ SUMMED = 128
 
 
 class Overflow(NamedTuple):
-    """The rows of a dense source `[M, N]` that count: those with more than `limit` entries, by their `counts` `[M]`."""
+    """The rows of a dense source `[M, N]` that count: those whose spans end beyond `room`."""
 
     source: Tensor
-    counts: Tensor
-    limit: int
+    spans: Tensor
+    room: int
 
 
 def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
@@ -227,7 +228,7 @@ def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
 def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) -> launch.Bound | None:
     """Writes source @ weight + bias into the rows of `out` that overflowed.
 
-    Returns the launch, bound to all but (source, weight, bias, out, counts).
+    Returns the launch, bound to all but (source, weight, bias, out, spans).
     """
     source = rows_contiguous(rows.source)
     m, n = source.shape
@@ -242,16 +243,17 @@ def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     if splits > 1:
         partial = launch.scratch.get(tiles * splits * sizes["BLOCK_M"] * sizes["BLOCK_D"], weight.device)
         arrived = launch.counters.get(tiles, weight.device)
-    args = (source, weight, bias, out, rows.counts, partial, arrived, rows.limit)
+    args = (source, weight, bias, out, rows.spans, partial, arrived, rows.room)
     args += (source.stride(0), weight.stride(0), m, n, d)
     grid = (tiles * splits, 1, 1)
     return _overflow_fwd_kernel(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
 
 
-def overflowed(counts: Tensor, limit: int) -> Tensor:
-    """int32 `[M + 1]`: how many of `counts` `[M]` exceed `limit`, and behind that which, in order."""
-    rows = torch.empty(len(counts) + 1, dtype=torch.int32, device=counts.device)
-    _overflow_rows_kernel((1, 1, 1), (counts, rows, limit, len(counts)), {"BLOCK": 4096}, num_warps=8)
+def list_overflowed(spans: Tensor, room: int) -> Tensor:
+    """int32 `[M + 1]`: how many rows have spans that end beyond `room`, and behind that which, in order."""
+    m = spans.shape[1]
+    rows = torch.empty(m + 1, dtype=torch.int32, device=spans.device)
+    _overflow_rows_kernel((1, 1, 1), (spans, rows, room, m), {"BLOCK": 4096}, num_warps=8)
     return rows
 
 
@@ -263,29 +265,29 @@ def backward_source(rows: Overflow, grad: Tensor, weight: Tensor, out: Tensor, m
     summed = 64 if weight.dtype is torch.float32 and not tuning.tf32() else 0
     meta = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": summed, **tuning.dot_precision(weight, d)}
     meta["MASKED"] = masked
-    args = (grad, weight, source, out, overflowed(rows.counts, rows.limit), weight.stride(0), source.stride(0), n, d)
+    args = (grad, weight, source, out, list_overflowed(rows.spans, rows.room), weight.stride(0), source.stride(0), n, d)
     items = launch.cdiv(m, meta["BLOCK_M"]) * launch.cdiv(n, meta["BLOCK_N"])
     grid = (min(items, 8 * tuning.programs(grad.device)), 1, 1)
     _overflow_bwd_source_kernel(grid, args, meta, num_warps=8 if summed else 4, num_stages=3)
 
 
 def weight_tile(element_size: int) -> launch.Tile:
-    """Tile of what the rows that overflowed add to a weight's gradient."""
+    """Tile of the part of a weight's gradient that comes from rows that overflowed."""
     if element_size == 2:
         return launch.Tile({"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_D": 128}, 8, 3)
     return launch.Tile({"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_D": 128}, 4, 2)
 
 
 def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tensor) -> None:
-    """Adds source.T @ grad over the rows that overflowed to `out` [N, D]. Of the source counts what lies where `mask`
-    [M, N] differs from 0, if there is one."""
+    """Adds source.T @ grad over the rows that overflowed to `out` [N, D]. With a `mask` [M, N] elements of the source
+    count where it differs from 0."""
     source = rows_contiguous(rows.source)
     mask = None if mask is None else rows_contiguous(mask)
     strides = source.stride(0), 0 if mask is None else mask.stride(0)
     (m, n), d = source.shape, grad.shape[1]
     tile = weight_tile(grad.element_size())
     meta = {**tile.sizes, **tuning.dot_precision(grad, m)}
-    args = (source, mask, grad, out, overflowed(rows.counts, rows.limit), *strides, n, d)
+    args = (source, mask, grad, out, list_overflowed(rows.spans, rows.room), *strides, n, d)
     tiles = launch.cdiv(d, meta["BLOCK_D"]) * launch.cdiv(n, meta["BLOCK_N"])
     _overflow_bwd_weight_kernel((min(tiles, 4 * tuning.programs(grad.device)), 1, 1), args, meta, **tile.options)
 
@@ -295,7 +297,7 @@ EXAMPLES = {
         "bias_ptr": None, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
         "UPCAST": False, "GDC_WAIT": False, "num_warps": 8,
     },
-    _overflow_rows_kernel: {"counts_ptr": "*i64", "BLOCK": 4096, "num_warps": 8},
+    _overflow_rows_kernel: {"BLOCK": 4096, "num_warps": 8},
     _overflow_bwd_source_kernel: {
         "BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_D": 32, "PARTIAL": 0, "PRECISION": "ieee", "UPCAST": False, "MASKED": True,
     },

@@ -10,7 +10,6 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.list_entries import list_slots
 
 INTERPRET = tl.constexpr(launch.INTERPRET)
 COUNT = tl.constexpr((1 << 31) - 1)
@@ -96,7 +95,7 @@ def lowest_columns(low, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
 @triton.jit
 def pop_lowest(bits, start, BLOCK: tl.constexpr, VEC: tl.constexpr):
     """(column of each word's lowest set bit, whether it has one, the bits that are left): one turn of every loop that
-    emits what words hold."""
+    emits the entries of words."""
     low = bits & -bits
     return lowest_columns(low, start, BLOCK, VEC), low > 0, bits & (bits - 1)
 
@@ -177,8 +176,3 @@ def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """(chunks per row, the sizes with the width in which flags are read)."""
     chunks = launch.cdiv(n + (sizes["VEC"] - 1 if sizes.get("SHIFTED") == 1 else 0), sizes["BLOCK"])
     return chunks, {**sizes, "FLAGS": min(launch.next_power_of_2(chunks), 128)}
-
-
-def pack_ell(x: Tensor, capacity: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `pack_ell`."""
-    return list_slots(x, capacity)

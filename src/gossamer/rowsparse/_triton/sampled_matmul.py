@@ -34,13 +34,13 @@ def fill_zeros(out_ptr, filled, until, N, BLOCK: tl.constexpr):
 
 @launch.kernel
 def _sampled_matmul_kernel(
-    x_ptr, w_ptr, indices_ptr, offsets_ptr, products_ptr, out_ptr, stride_xm, stride_wn, N, D, capacity,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr, IS_CSR: tl.constexpr,
+    x_ptr, w_ptr, indices_ptr, spans_ptr, products_ptr, out_ptr, stride_xm, stride_wn, N, D, room,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTS: tl.constexpr,
     SCATTER: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
     """Program (row, part of the row's entries). Where `products_ptr` holds the products, they are only put in place."""
     row = tl.program_id(0)
-    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    start, count, overflowed = row_span(spans_ptr, row, tl.num_programs(0), room)
     if not overflowed:
         x_ptr += row.to(tl.int64) * stride_xm
         filled = 0
@@ -84,7 +84,7 @@ def sampled_matmul(
     x: Tensor,
     weight: Tensor,
     indices: Tensor,
-    offsets: Tensor,
+    spans: Tensor,
     source: Tensor | None,
     scatter: bool,
     masked: bool,
@@ -100,39 +100,37 @@ def sampled_matmul(
     """
     ready = scatter or products is not None or x.dtype is not weight.dtype
     if not ready and choose_sampled_path(x, indices, source is not None, weight) == "dense":
-        return sampled_matmul_dense(x, weight, indices, offsets, source, masked)
-    is_csr = indices.dim() == 1
+        return sampled_matmul_dense(x, weight, indices, spans, source, masked)
     x, weight = rows_contiguous(x), rows_contiguous(weight)
     m, d = x.shape
-    n, capacity = weight.shape[0], indices.shape[-1]
-    work = m > 0 and n > 0 and d > 0 and indices.numel() > 0
+    n, room = weight.shape[0], indices.shape[0]
+    work = m > 0 and n > 0 and d > 0 and room > 0
     # With many rows the programs write the zeros themselves; with few, a row is shared and they must be there before.
     fill = scatter and work and m >= 512
     if scatter:
         values, dense = x.new_empty(0), (x.new_empty if fill else x.new_zeros)(m, n)
     else:
         values = x.new_zeros(indices.shape) if products is None else products.to(x.dtype, copy=True)
-        # Zeros are wanted by a backward pass alone; to write them would be most of what a few entries take.
+        # Zeros are wanted by a backward pass alone; to write them would be most of the time of a few entries.
         dense = (x.new_empty if masked else x.new_zeros)(m if source is not None else 0, n)
     if work and (scatter or products is None):
         tile = GATHER[x.element_size()] if products is None else SCATTER
-        parts = max(
-            1, min(launch.cdiv(capacity, tile.sizes["BLOCK_E"]), launch.cdiv(64 * tuning.programs(x.device), m))
-        )
-        meta = {**tile.sizes, "PARTS": 1 if fill else parts, "IS_CSR": is_csr, "SCATTER": scatter}
+        blocks = launch.cdiv(launch.cdiv(room, m), tile.sizes["BLOCK_E"])
+        parts = max(1, min(blocks, launch.cdiv(64 * tuning.programs(x.device), m)))
+        meta = {**tile.sizes, "PARTS": 1 if fill else parts, "SCATTER": scatter}
         meta["FILL"] = tile.warps * 4096 // x.element_size() if fill else 0
         out = dense if scatter else values
-        args = (x, weight, indices, offsets, products, out, x.stride(0), weight.stride(0), n, d, capacity)
+        args = (x, weight, indices, spans, products, out, x.stride(0), weight.stride(0), n, d, room)
         _sampled_matmul_kernel((m, meta["PARTS"], 1), args, meta, **tile.options)
     if source is not None and m and n:
-        rows = overflow.Overflow(source, offsets[is_csr:], capacity)
+        rows = overflow.Overflow(source, spans, room)
         overflow.backward_source(rows, x, weight, dense, masked)
     return values, dense
 
 
 EXAMPLES = {
     _sampled_matmul_kernel: {
-        "products_ptr": None, "BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "IS_CSR": False, "SCATTER": True, "FILL": 2048,
+        "products_ptr": None, "BLOCK_E": 8, "BLOCK_D": 256, "PARTS": 1, "SCATTER": True, "FILL": 2048,
         "num_warps": 1,
     },
 }  # fmt: skip

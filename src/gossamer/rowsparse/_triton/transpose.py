@@ -21,10 +21,10 @@ LONG = 256
 
 
 @launch.kernel
-def _column_count_kernel(indices_ptr, offsets_ptr, counts_ptr, capacity, N, BLOCK: tl.constexpr, IS_CSR: tl.constexpr):
+def _column_count_kernel(indices_ptr, spans_ptr, counts_ptr, room, N, BLOCK: tl.constexpr):
     """Program (row)."""
     row = tl.program_id(0)
-    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    start, count, overflowed = row_span(spans_ptr, row, tl.num_programs(0), room)
     count = tl.where(overflowed, 0, count)
     for at in range(0, count, BLOCK):
         entry = at + tl.arange(0, BLOCK)
@@ -34,12 +34,11 @@ def _column_count_kernel(indices_ptr, offsets_ptr, counts_ptr, capacity, N, BLOC
 
 @launch.kernel
 def _column_fill_kernel(
-    indices_ptr, offsets_ptr, col_offsets_ptr, counts_ptr, keys_ptr, capacity, N,
-    BLOCK: tl.constexpr, IS_CSR: tl.constexpr,
+    indices_ptr, spans_ptr, col_offsets_ptr, counts_ptr, keys_ptr, room, N, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Program (row). A column's places are given out from its end down, by its count, which ends at 0."""
     row = tl.program_id(0)
-    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    start, count, overflowed = row_span(spans_ptr, row, tl.num_programs(0), room)
     count = tl.where(overflowed, 0, count)
     for at in range(0, count, BLOCK):
         entry = at + tl.arange(0, BLOCK)
@@ -47,7 +46,7 @@ def _column_fill_kernel(
         valid = (index >= 0) & (index < N)
         end = tl.load(col_offsets_ptr + index + 1, mask=valid, other=0)
         place = end - tl.atomic_add(counts_ptr + index, -1, mask=valid, sem="relaxed")
-        tl.store(keys_ptr + place, (row.to(tl.int64) << 32) | entry.to(tl.int64), mask=valid)
+        tl.store(keys_ptr + place, (row.to(tl.int64) << 32) | (start + entry), mask=valid)
 
 
 @triton.jit
@@ -118,28 +117,21 @@ def _column_sort_long_kernel(
                 rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK)
 
 
-def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `transpose_keys` -> (col_offsets int64 [N + 1], keys int64, columns int32), keys sorted by column, row.
-
-    A key is `row << 32 | slot in the row`. Overflowed rows take no part. The buffers are as long as `indices`; what
-    lies past `col_offsets[-1]` is padding.
-    """
-    is_csr = indices.dim() == 1
-    m = offsets.shape[0] - is_csr
-    device = indices.device
-    keys = torch.empty(indices.numel(), dtype=torch.int64, device=device)
-    columns = torch.empty(indices.numel(), dtype=torch.int32, device=device)
-    if m == 0 or n == 0 or indices.numel() == 0:
+def transpose_keys(indices: Tensor, spans: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Operator `transpose_keys`."""
+    m, room, device = spans.shape[1], indices.shape[0], indices.device
+    keys = torch.empty(room, dtype=torch.int64, device=device)
+    columns = torch.empty(room, dtype=torch.int32, device=device)
+    if m == 0 or n == 0 or room == 0:
         return torch.zeros(n + 1, dtype=torch.int64, device=device), keys, columns
-    capacity = indices.shape[-1]
-    meta = {"BLOCK": 128, "IS_CSR": is_csr}
+    meta = {"BLOCK": 128}
     # How many columns are long, a zero ahead of the counts, and, each from an aligned address on, counts and columns.
     list_at = 4 + launch.cdiv(n, 4) * 4
-    found = torch.zeros(list_at + min(n, indices.numel() // LONG), dtype=torch.int32, device=device)
+    found = torch.zeros(list_at + min(n, room // LONG), dtype=torch.int32, device=device)
     counts, long = found[4 : 4 + n], found[list_at:]
-    _column_count_kernel((m, 1, 1), (indices, offsets, counts, capacity, n), meta, num_warps=4)
+    _column_count_kernel((m, 1, 1), (indices, spans, counts, room, n), meta, num_warps=4)
     col_offsets = torch.cumsum(found[3 : 4 + n], 0, dtype=torch.int64)
-    args = (indices, offsets, col_offsets, counts, keys, capacity, n)
+    args = (indices, spans, col_offsets, counts, keys, room, n)
     _column_fill_kernel((m, 1, 1), args, meta, num_warps=4)
     ordered = torch.empty_like(keys)
     args = (keys, col_offsets, ordered, columns, long, found)
@@ -151,8 +143,8 @@ def transpose_keys(indices: Tensor, offsets: Tensor, n: int) -> tuple[Tensor, Te
 
 
 EXAMPLES = {
-    _column_count_kernel: {"BLOCK": 128, "IS_CSR": False},
-    _column_fill_kernel: {"col_offsets_ptr": "*i64", "BLOCK": 128, "IS_CSR": False},
+    _column_count_kernel: {"BLOCK": 128},
+    _column_fill_kernel: {"col_offsets_ptr": "*i64", "BLOCK": 128},
     _column_sort_kernel: {
         "offsets_ptr": "*i64", "sorted_ptr": "*i64", "LONG": 256, "COLUMNS": 4, "BLOCK": 16, "num_warps": 1,
     },

@@ -33,12 +33,12 @@ def store_sums(values_ptr, indices_ptr, count, out_ptr, begin, end, BLOCK: tl.co
 
 @launch.kernel
 def _unpack_kernel(
-    values_ptr, indices_ptr, offsets_ptr, source_ptr, out_ptr, stride_sm, columns, N, capacity,
-    BLOCK: tl.constexpr, FILL: tl.constexpr, IS_CSR: tl.constexpr,
+    values_ptr, indices_ptr, spans_ptr, source_ptr, out_ptr, stride_sm, columns, N, room,
+    BLOCK: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, share of its columns). What lies beyond column N is 0."""
+    """Program (row, share of its columns). Elements beyond column N are 0."""
     row = tl.program_id(0)
-    start, count, overflowed = row_span(offsets_ptr, row, capacity, IS_CSR)
+    start, count, overflowed = row_span(spans_ptr, row, tl.num_programs(0), room)
     out_ptr += row.to(tl.int64) * columns
     width = tl.cdiv(tl.cdiv(columns, FILL), tl.num_programs(1)) * FILL
     begin = tl.program_id(1) * width
@@ -49,7 +49,7 @@ def _unpack_kernel(
             if source_ptr is not None:
                 x = tl.load(source_ptr + row.to(tl.int64) * stride_sm + at, mask=at < N, other=0.0)
             else:
-                # What nothing restores must not pass for zeros.
+                # A row that nothing restores must not pass for zeros.
                 x = tl.where(at < N, float("nan"), 0.0)
             tl.store(out_ptr + at, x, mask=at < end)
     else:
@@ -73,7 +73,7 @@ def _unpack_kernel(
             unordered |= (held & (index <= before)).to(tl.int32)
             lost |= (held & ((index < -1) | (index >= N))).to(tl.int32)
         if tl.max(unordered, axis=0) > 0:
-            # What has been stored so far is stored over.
+            # The sums are stored over the values.
             tl.debug_barrier()
             store_sums(values_ptr, indices_ptr, count, out_ptr, begin, end, 32)
         if (tl.max(lost, axis=0) > 0) & (begin == 0):
@@ -87,33 +87,28 @@ FILL = 1024
 
 
 def unpack(
-    values: Tensor, indices: Tensor, offsets: Tensor, source: Tensor | None, n: int, columns: int | None = None
+    values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int, columns: int | None = None
 ) -> Tensor:
     """Operator `unpack`: rows of n columns, among zeros up to `columns`."""
     columns = n if columns is None else columns
-    is_csr = indices.dim() == 1
-    m = offsets.shape[0] - is_csr
-    if m and n and indices.numel():
+    m, room = spans.shape[1], indices.shape[0]
+    if m and n:
         out = torch.empty(m, columns, dtype=values.dtype, device=values.device)
-        capacity = indices.shape[-1]
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        args = (values, indices, offsets, source, out, stride, columns, n, capacity)
-        block = min(1024, max(32, launch.next_power_of_2(indices.numel() // m)))
-        meta = {"BLOCK": block, "FILL": FILL, "IS_CSR": is_csr}
+        args = (values, indices, spans, source, out, stride, columns, n, room)
+        block = min(1024, max(32, launch.next_power_of_2(room // m)))
+        meta = {"BLOCK": block, "FILL": FILL}
         # Every share reads all of the row's indices: no more programs than fill the GPU.
         shares = max(1, min(launch.cdiv(columns, FILL), launch.cdiv(4 * tuning.programs(out.device), m)))
         _unpack_kernel((m, shares, 1), args, meta, num_warps=max(1, block // 128))
         return out
-    out = torch.zeros(m, columns, dtype=values.dtype, device=values.device)
-    if source is not None and m and n:
-        out[:, :n] = torch.where((offsets[is_csr:] > 0)[:, None], source.to(out.dtype), 0)
-    return out
+    return torch.zeros(m, columns, dtype=values.dtype, device=values.device)
 
 
 EXAMPLES = {
     _unpack_kernel: {
-        "values_ptr": "*fp32", "source_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 1024, "FILL": 1024, "IS_CSR": False,
+        "values_ptr": "*fp32", "source_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 1024, "FILL": 1024,
         "num_warps": 8,
     },
 }  # fmt: skip

@@ -6,11 +6,11 @@ from torch import Tensor
 from gossamer.rowsparse._torch.pack import overflowed_rows, refuse_overflow, stored
 
 
-def count_fired(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, n: int) -> Tensor:
+def count_fired(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int) -> Tensor:
     """Operator `sae_count_fired` -> int64 [N]."""
+    room = values.shape[0]
     if source is None:
-        refuse_overflow("sae.count_fired", values.shape[1], nnz)
-    slots, _ = stored(indices, nnz, n)
-    fired = slots[values.reshape(-1)[slots] != 0]
-    counts = torch.bincount(indices.reshape(-1)[fired], minlength=n)
-    return counts if source is None else counts + (source[overflowed_rows(indices, nnz)] != 0).sum(0)
+        refuse_overflow("sae.count_fired", spans, room)
+    slots, _ = stored(indices, spans, n)
+    counts = torch.bincount(indices[slots[values[slots] != 0]], minlength=n)
+    return counts if source is None else counts + (source[overflowed_rows(spans, room)] != 0).sum(0)

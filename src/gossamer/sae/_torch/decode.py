@@ -4,8 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from gossamer.rowsparse._torch.matmul import bag, batch_product, matmul
-from gossamer.rowsparse._torch.pack import ell_from_entries, entries, pack_ell
+from gossamer.rowsparse._torch.matmul import bag, batch_product
+from gossamer.rowsparse._torch.pack import buffers_of, entries
 
 _SAMPLES = 128
 
@@ -13,34 +13,26 @@ Lists = tuple[Tensor, Tensor, Tensor]
 """(row_offsets int64 [M + 1], columns int64 [nnz], values [nnz])."""
 
 
-def decode(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
-) -> Tensor:
+def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
     """Operator `sae_decode`. A CPU has no overflow: lists are as long as they need to be, if not as good as dense."""
-    if truncate:
-        return decode_lists(acts, weight, bias, capacity, True, out_dtype)[0]
     lists, dense = _split(acts, _look_dense(acts, capacity), capacity)
     return _product(lists, dense, acts, weight, bias, out_dtype)
 
 
 def decode_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_decode_lists`: `decode`, and (values, indices, nnz_per_row) of its lists."""
-    if truncate:
-        values, indices, nnz = pack_ell(acts, capacity)
-        out = matmul(values, indices, nnz.clamp(max=capacity), None, weight, bias, out_dtype)
-        return out, values, indices, nnz
+    """Operator `sae_decode_lists`: `decode`, and (values, indices, spans) of its lists."""
     looks = _look_dense(acts, capacity)
     lists, dense = _split(acts, looks, capacity)
     out = _product(lists, dense, acts, weight, bias, out_dtype)
     counts = (acts if bool(looks.all()) else acts[looks]).count_nonzero(1)
     if bool((counts <= capacity).any()):
         # The sample misled about a row: its product is right, but it must have a list as well.
-        return out, *ell_from_entries(*entries(acts), capacity)
-    values, indices, nnz = ell_from_entries(*lists, capacity)
-    nnz[looks] = counts.int()
-    return out, values, indices, nnz
+        return out, *buffers_of(*entries(acts), capacity)
+    values, indices, spans = buffers_of(*lists, capacity)
+    spans[0, looks], spans[1, looks] = values.shape[0], counts
+    return out, values, indices, spans
 
 
 def _look_dense(acts: Tensor, capacity: int) -> Tensor:

@@ -4,7 +4,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import count, ell_from_entries, keep_, nonzero_positions, row_offsets_of, set_sign_
+from gossamer.rowsparse._torch.pack import (
+    buffers_of,
+    count,
+    keep_,
+    nonzero_positions,
+    overflowed_rows,
+    row_offsets_of,
+    set_sign_,
+)
 from gossamer.rowsparse.formats import threshold_dtype
 
 # The integers of a dtype's bit patterns, and the pattern that stands for NaN.
@@ -35,38 +43,38 @@ def encode(
     k: int,
     bandwidth: float,
     capacity: int | None,
-    keep_source: bool,
     scale: Tensor | None = None,
     ste_to_input: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0).
+    """Operator `sae_encode` -> (values, indices, spans, source or [0, N], l0).
 
-    Without a capacity it is CSR with offsets in place of nnz, of BatchTopK's k * M entries or of as many as there are.
+    Without a capacity the entries of a threshold lie side by side; TopK has k slots a row, BatchTopK k * M in all.
     """
     pre = pre_activations(x, weight, bias, b_dec)
     m, n = pre.shape
+    ranks = activation in ("topk", "batchtopk")
+    keep_source = not ranks and capacity is not None and capacity < n
     l0 = torch.zeros(m, dtype=threshold_dtype(weight.dtype))
     source = pre if keep_source else pre.new_empty(0, n)
     if m == 0 or n == 0:
-        values = pre.new_zeros((m * k,) if capacity is None else (m, capacity))
-        counts = torch.zeros(m + 1, dtype=torch.int64) if capacity is None else torch.zeros(m, dtype=torch.int32)
-        return values, torch.full_like(values, -1, dtype=torch.int32), counts, source, l0
-    if activation in ("topk", "batchtopk"):
+        values = pre.new_zeros(m * (k if ranks else capacity or 0))
+        spans = torch.zeros(2, m, dtype=torch.int64)
+        return values, torch.full_like(values, -1, dtype=torch.int32), spans, source, l0
+    if ranks:
         groups = m if activation == "topk" else 1
-        # Clamped in place, or multiplied out of place: either way what has key 0 is not kept.
+        # Clamped in place, or multiplied out of place: either way a number with key 0 is not kept.
         positions = _largest(pre if scale is None else (pre * scale).to(pre.dtype), k, groups)
         values = pre.view(-1)[positions]
     else:
-        # Thresholds below 0 keep what 0 keeps, because values are at least 0.
+        # A threshold below 0 keeps the elements that 0 keeps, because values are at least 0.
         limit = l0.new_zeros(1) if threshold is None else threshold.clamp(min=0)
         kept = ~(pre <= limit - bandwidth / 2)
         if (
             keep_source
-            and capacity is not None
-            and 2 * np.count_nonzero(kept.numpy()) > m * capacity
-            and bool((count(kept, 1) > capacity).any())
+            and 2 * np.count_nonzero(kept.numpy()) > m * capacity  # type: ignore[operator]
+            and bool((count(kept, 1) > capacity).any())  # type: ignore[operator]
         ):
-            return _overflowing(pre, kept, limit, bandwidth, capacity)
+            return _overflowing(pre, kept, limit, bandwidth, capacity)  # type: ignore[arg-type]
         positions = nonzero_positions(kept)
         values = pre.view(-1)[positions]
         if bandwidth:
@@ -74,23 +82,25 @@ def encode(
     row_offsets = row_offsets_of(positions, m, n)
     counts = row_offsets.diff()
     if bandwidth:
-        # What lies in the window has no value.
+        # An element in the window has no value.
         rows = torch.repeat_interleave(torch.arange(m), counts)
         l0 += torch.bincount(rows[values != 0], minlength=m)
     else:
         l0 += counts
-    if capacity is None:
-        padding = m * k - len(positions) if activation == "batchtopk" else 0
-        indices = torch.nn.functional.pad((positions % n).int(), (0, padding), value=-1)
-        return torch.nn.functional.pad(values, (0, padding)), indices, row_offsets, source, l0
+    if activation == "batchtopk":
+        values, indices, spans = buffers_of(row_offsets, positions % n, values, None)
+        padding = m * k - len(positions)
+        pad = torch.nn.functional.pad
+        return pad(values, (0, padding)), pad(indices, (0, padding), value=-1), spans, source, l0
     if keep_source:
-        flagged = counts > capacity
+        flagged = counts > capacity  # type: ignore[operator]
         if bool(flagged.any()):
             held = flagged.repeat_interleave(counts)
             source[flagged] = 0
             # -0.0 stands for an entry of value 0, +0.0 for none.
             source.view(-1)[positions[held]] = torch.where(values[held] == 0, -0.0, values[held])
-    return *ell_from_entries(row_offsets, positions % n, values, capacity), source, l0
+    slots = k if activation == "topk" else capacity
+    return *buffers_of(row_offsets, positions % n, values, slots), source, l0
 
 
 def _overflowing(
@@ -111,8 +121,9 @@ def _overflowing(
     positions = nonzero_positions(kept)
     # Not -0.0, which is for the source.
     values = pre.view(-1)[positions] + 0.0
-    lists = ell_from_entries(row_offsets_of(positions, m, n), positions % n, values, capacity)
-    return *lists[:2], counts.int(), pre, l0.to(threshold_dtype(pre.dtype))
+    values, indices, spans = buffers_of(row_offsets_of(positions, m, n), positions % n, values, capacity)
+    spans[0, flagged], spans[1] = m * capacity, counts
+    return values, indices, spans, pre, l0.to(threshold_dtype(pre.dtype))
 
 
 def order_keys_(x: Tensor) -> Tensor:
@@ -131,7 +142,7 @@ def _largest(pre: Tensor, k: int, groups: int) -> Tensor:
     """
     keys = order_keys_(pre.clamp_(min=0)).view(groups, -1)
     total = k * (pre.shape[0] // groups)
-    # What ReLU zeroes has key 0.
+    # A number that ReLU zeroes has key 0.
     kth = keys.topk(total, sorted=False).values.amin(1).clamp(min=1)
     candidates = nonzero_positions(keys >= kth[:, None])
     group = torch.div(candidates, keys.shape[1], rounding_mode="floor")
@@ -153,7 +164,7 @@ def bwd_columns(
     keys: Tensor,
     columns: Tensor,
     values: Tensor,
-    nnz: Tensor,
+    spans: Tensor,
     source: Tensor,
     threshold: Tensor | None,
     bandwidth: float,
@@ -164,9 +175,8 @@ def bwd_columns(
     held = int(col_offsets[-1])
     rows, slots = keys[:held] >> 32, keys[:held] & 0xFFFFFFFF
     columns = columns[:held].long()
-    at = (nnz[rows] + slots,) if values.dim() == 1 else (rows, slots)
-    value, grad = values[at], grad_values[at].to(dtype)
-    over = (nnz > values.shape[1]).nonzero().squeeze(1) if source.shape[0] else nnz.new_empty(0)
+    value, grad = values[slots], grad_values[slots].to(dtype)
+    over = overflowed_rows(spans, values.shape[0]) if source.shape[0] else rows.new_empty(0)
     if over.numel():
         dense = source[over]
         row, column = ((dense != 0) | dense.signbit()).nonzero(as_tuple=True)
@@ -185,8 +195,8 @@ def bwd_columns(
 def bwd_source(
     grad: Tensor,
     source: Tensor,
-    nnz: Tensor,
-    capacity: int,
+    spans: Tensor,
+    room: int,
     grad_l0: Tensor | None,
     threshold: Tensor | None,
     bandwidth: float,
@@ -194,7 +204,7 @@ def bwd_source(
     """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone; with a threshold its
     straight-through estimate is in it."""
     out = torch.empty_like(source)
-    over = (nnz > capacity).nonzero().squeeze(1)
+    over = overflowed_rows(spans, room)
     value, grad = source[over], grad[over]
     flow = torch.where(value != 0, grad, 0)
     if threshold is not None and grad_l0 is not None:

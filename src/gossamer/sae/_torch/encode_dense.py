@@ -27,7 +27,7 @@ def encode_dense(
         acts = ranked(x, weight, bias, b_dec, activation, k, scale, encode)
         silent = acts == 0
     else:
-        # In place: memory that is new to the process costs more than what is computed in it.
+        # In place: memory that is new to the process costs more than the computation in it.
         acts = pre_activations(x, weight, bias, b_dec)
         limit = acts.new_zeros(1, dtype=wide) if threshold is None else threshold.clamp(min=0)
         silent = acts <= limit

@@ -1,40 +1,38 @@
-"""A smooth count of what fires, on the CPU."""
+"""A smooth count of latents that fire, on the CPU."""
 
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import refuse_overflow
+from gossamer.rowsparse._torch.pack import overflowed_rows, refuse_overflow, stored
 
 
-def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
+def tanh_l0(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
     """Operator `sae_tanh_l0` -> [M]."""
     if source is None:
-        refuse_overflow("sae.tanh_l0", values.shape[1], nnz)
-    steep, held = _at(values, indices, nnz, scale)
-    out = torch.where(held, torch.tanh(values * steep), 0).sum(1)
+        refuse_overflow("sae.tanh_l0", spans, values.shape[0])
+    slots, rows = stored(indices, spans, scale.shape[0])
+    out = scale.new_zeros(spans.shape[1])
+    out.index_add_(0, rows, torch.tanh(values[slots] * scale[indices[slots]]))
     if source is not None:
-        over = nnz > values.shape[1]
+        over = overflowed_rows(spans, values.shape[0])
         out[over] = torch.tanh(source[over] * scale).sum(1)
-    return out.to(scale.dtype)
+    return out
 
 
 def tanh_l0_bwd(
-    grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
+    grad: Tensor, values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and in the dtype of scale the terms of its own."""
-    steep, held = _at(values, indices, nnz, scale)
-    inner = torch.where(held, grad[:, None] * (1 - torch.tanh(values * steep).square()), 0)
+    slots, rows = stored(indices, spans, scale.shape[0])
+    value, steep = values[slots], scale[indices[slots]]
+    inner = grad[rows] * (1 - torch.tanh(value * steep).square())
+    grad_values, slope = torch.zeros_like(values), torch.zeros_like(values, dtype=scale.dtype)
+    grad_values[slots], slope[slots] = (inner * steep).to(values.dtype), (inner * value).to(scale.dtype)
     dense = values.new_zeros(0 if source is None else source.shape[0], scale.shape[0])
     slope_source = torch.zeros_like(dense, dtype=scale.dtype)
     if source is not None:
-        over = nnz > values.shape[1]
+        over = overflowed_rows(spans, values.shape[0])
         flow = grad[over, None] * (1 - torch.tanh(source[over] * scale).square())
         dense[over] = (flow * scale).to(dense.dtype)
         slope_source[over] = (flow * source[over]).to(scale.dtype)
-    return (inner * steep).to(values.dtype), dense, (inner * values).to(scale.dtype), slope_source
-
-
-def _at(values: Tensor, indices: Tensor, nnz: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """(scale of each slot, whether it holds an entry of a row that fits its slots)"""
-    held = (indices >= 0) & (torch.arange(values.shape[1]) < nnz[:, None]) & (nnz <= values.shape[1])[:, None]
-    return scale[torch.where(held, indices, 0)] if scale.numel() else torch.zeros_like(values), held
+    return grad_values, dense, slope, slope_source

@@ -2,7 +2,7 @@
 
 A sample, 16 of each 2,048 columns of some of the rows, is counted by key (see `select`). Its r-th largest is the
 *bound*, r being half as many again as the sample's share of the k * M largest, and a margin. One pass over the rows
-lists the columns of what reaches the bound, and what they hold is counted by key: the k-th largest of the batch is
+lists the columns of numbers that reach the bound, and the numbers are counted by key: the k-th largest of the batch is
 found in those counts, and a row's entries in its list. Keys of more than 16 bits are counted by their upper 16 first,
 and where those are the k-th largest's by the rest.
 
@@ -18,14 +18,18 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse._triton.limit import add_bias
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
-from gossamer.sae._triton.select import SHIFT, emit_largest, load_pre, rank_key, ranked
+from gossamer.rowsparse.formats import empty_slots
+from gossamer.sae._triton.select import SHIFT, emit_largest, load_pre, rank_key, ranked, settle_ties
 
 BOUND, LISTED, KTH, NEED = (tl.constexpr(word) for word in range(4))
-"""Words of what the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
+"""Words that the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
 and how many of those that equal it are wanted."""
 
 
+GROUPS = 128
+"""Words that a warp has of a chunk of a row that is read again."""
 BATCH_RUN = 16
 """Neighbouring columns of a sample of a batch: 32 or 64 bytes."""
 
@@ -56,8 +60,8 @@ def batch_tile(m: int, n: int, element_size: int) -> launch.Tile:
 
 
 def batch_list(n: int, k: int) -> int:
-    """Room for what of a row reaches the bound, 1.5 to 2 k on average in a large batch. Where that is little, no more
-    memory than a row of 16-bit numbers takes."""
+    """Room for the numbers of a row that reach the bound, 1.5 to 2 k on average in a large batch. Where that is little,
+    no more memory than a row of 16-bit numbers takes."""
     return min(n, max(1024, min(8 * k, n // 4), 3 * k))
 
 
@@ -79,8 +83,8 @@ def _count_sample_kernel(
 def _find_kernel(
     counts_ptr, words_ptr, rank, PART: tl.constexpr, BINS: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr
 ):  # fmt: skip
-    """The bin in which the rank-th largest is counted: of the sample (PART 0), of what is listed (1), or, for the rank
-    that is left, by the low bits of the keys (2). Bin 0 where fewer are counted."""
+    """The bin in which the rank-th largest is counted: of the sample (PART 0), of the listed numbers (1), or, for the
+    rank that is left, by the low bits of the keys (2). Bin 0 where fewer are counted."""
     CHUNK: tl.constexpr = 4096 if BINS > 4096 else BINS
     wanted = tl.full([], rank, tl.int64)
     if PART == 2:
@@ -118,7 +122,7 @@ def _list_row_kernel(
     z_ptr, bias_ptr, scale_ptr, words_ptr, columns_ptr, reach_ptr, N, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): the columns of what reaches the bound, as far as there is room; how many are in `reach_ptr`.
+    """Program (row): the columns of numbers that reach the bound, as far as there is room; how many are in `reach_ptr`.
 
     Whatever else is to be done for them is left to `_count_listed_kernel`: here one thread of a warp would do it at a
     time."""
@@ -182,7 +186,7 @@ def _count_listed_kernel(
     """Program p takes ROWS rows at a time, from p * ROWS on: it lists and counts the keys of the listed columns, and
     how many numbers reach the bound. Rows that do not fit are left to `_count_rest_kernel`."""
     bound = tl.load(words_ptr + BOUND).to(tl.int32)
-    # Most of what reaches a bound is close to it, but anything may exceed 0.
+    # Most numbers that reach a bound are close to it, but anything may exceed 0.
     first = tl.where(bound > 1, bound >> LOW, -1)
     window = tl.zeros([WINDOW], tl.int32)
     total = tl.zeros([], tl.int64)
@@ -215,7 +219,7 @@ def _count_rest_kernel(
     BLOCK: tl.constexpr, WINDOW: tl.constexpr, SHIFT: tl.constexpr, LOW: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: it counts the keys of rows that do not fit their lists, and where the
-    bound was too high, what lies below it as well; no list is to be used then."""
+    bound was too high, of numbers below it as well; no list is to be used then."""
     bound = tl.load(words_ptr + BOUND).to(tl.int32)
     misled = (tl.load(words_ptr + LISTED) < wanted) & (bound > 1)
     window = tl.zeros([WINDOW], tl.int32)
@@ -278,7 +282,7 @@ def _count_ties_kernel(
     z_ptr, bias_ptr, scale_ptr, words_ptr, list_ptr, reach_ptr, ties_ptr, above_ptr, N, length,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): how many of its keys equal the k-th largest, and how many are above it if that is asked for."""
+    """Program (row): how many of its keys equal the k-th largest, and how many are above it."""
     row = tl.program_id(0).to(tl.int64)
     kth = tl.maximum(tl.load(words_ptr + KTH).to(tl.int32), 1)
     reach = tl.load(reach_ptr + row)
@@ -297,23 +301,20 @@ def _count_ties_kernel(
             ties += tl.sum(count_bits(word_bits(key == kth, VEC)), axis=0)
             above += tl.sum(count_bits(word_bits(key > kth, VEC)), axis=0)
     tl.store(ties_ptr + row, ties)
-    if above_ptr is not None:
-        tl.store(above_ptr + row, above)
+    tl.store(above_ptr + row, above)
 
 
 @launch.kernel
 def _share_ties_kernel(
-    words_ptr, ties_ptr, above_ptr, kth_ptr, need_ptr, offsets_ptr, M, N, BLOCK: tl.constexpr
+    words_ptr, ties_ptr, above_ptr, kth_ptr, need_ptr, spans_ptr, M, N, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The one program: in order of rows, a row may take what of the wanted ties those before it have left. Where fewer
-    numbers than wanted are above 0, the smallest key is the k-th largest, and wanted wherever it is. With `offsets_ptr`
-    also where each row's entries begin."""
+    """The one program: in order of rows, a row may take the wanted ties that the rows before it have left. Where fewer
+    numbers than wanted are above 0, the smallest key is the k-th largest, and wanted wherever it is. The spans of rows
+    follow."""
     key = tl.load(words_ptr + KTH)
     kth = tl.maximum(key, 1).to(tl.int32)
     left = tl.where(key > 0, tl.load(words_ptr + NEED), 1 << 62)
     begin = tl.zeros([], tl.int64)
-    if offsets_ptr is not None:
-        tl.store(offsets_ptr, begin)
     for first in range(0, M, BLOCK):
         rows = first + tl.arange(0, BLOCK)
         ties = tl.load(ties_ptr + rows, mask=rows < M, other=0).to(tl.int64)
@@ -322,59 +323,86 @@ def _share_ties_kernel(
         need = tl.minimum(tl.maximum(need, 0), N)
         tl.store(need_ptr + rows, need.to(tl.int32), mask=rows < M)
         left -= tl.sum(ties, axis=0)
-        if offsets_ptr is not None:
-            kept = tl.load(above_ptr + rows, mask=rows < M, other=0) + tl.minimum(ties, need)
-            tl.store(offsets_ptr + rows + 1, begin + tl.cumsum(kept, axis=0), mask=rows < M)
-            begin += tl.sum(kept, axis=0)
+        kept = tl.load(above_ptr + rows, mask=rows < M, other=0) + tl.minimum(ties, need)
+        tl.store(spans_ptr + rows, begin + tl.cumsum(kept, axis=0) - kept, mask=rows < M)
+        tl.store(spans_ptr + M + rows, kept, mask=rows < M)
+        begin += tl.sum(kept, axis=0)
+
+
+@triton.jit
+def append_active(
+    bits, counts, z_ptr, bias_ptr, values_ptr, indices_ptr, base, limit, start, N,
+    BLOCK: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """As `pack.append_entries`, writing activations."""
+    slot = base + tl.cumsum(counts, axis=0) - counts
+    while tl.max(bits, axis=0) > 0:
+        column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
+        mask = held & (slot < limit)
+        value = add_bias(tl.load(z_ptr + column, mask=mask, other=0.0), bias_ptr, column, column < N)
+        tl.store(values_ptr + slot, value, mask=mask)
+        tl.store(indices_ptr + slot, column, mask=mask)
+        slot += held.to(tl.int32)
+
+
+@triton.jit
+def append_largest(
+    z_ptr, bias_ptr, scale_ptr, kth, need, values_ptr, indices_ptr, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Writes the entries of a row, read from z, to as many slots as there are; how many there are."""
+    base = 0
+    seen = 0
+    z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        following = load_pre(z_ptr, columns + BLOCK, N)
+        key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
+        bits = word_bits(key >= kth, VEC)
+        counts = count_bits(bits)
+        count = tl.sum(counts, axis=0)
+        if count > 0:
+            ties, seen = settle_ties(word_bits(key == kth, VEC), need, seen, VEC)
+            bits = word_bits(key > kth, VEC) | ties
+            counts = count_bits(bits)
+            count = tl.sum(counts, axis=0)
+            if base < capacity:
+                append_active(
+                    bits, counts, z_ptr, bias_ptr, values_ptr, indices_ptr, base, capacity, start, N, BLOCK, VEC
+                )  # fmt: skip
+        base += count
+        z = following
+    return base
 
 
 @launch.kernel
 def _emit_row_kernel(
-    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr,
-    l0_ptr, N, length, capacity, SHIFT: tl.constexpr, LIST: tl.constexpr, MAY_OVERFLOW: tl.constexpr,
+    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, spans_ptr,
+    l0_ptr, N, length, slots, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, LIST: tl.constexpr,
 ):  # fmt: skip
-    """Program (row), of an ELL: its entries from its list, if that has them all and, with MAY_OVERFLOW, the capacity
-    suffices."""
-    row = tl.program_id(0).to(tl.int64)
-    reach = tl.load(reach_ptr + row)
-    if reach <= length:
-        values_ptr += row * capacity
-        indices_ptr += row * capacity
-        held = emit_largest(
-            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach,
-            tl.load(kth_ptr + row), tl.load(need_ptr + row), values_ptr, indices_ptr, N, capacity, LIST, SHIFT,
-        )  # fmt: skip
-        tl.store(l0_ptr + row, held)
-        tl.store(nnz_ptr + row, held)
-        clear_slots(values_ptr, indices_ptr, held, capacity, 256, 256)
-        if MAY_OVERFLOW:
-            if held > capacity:
-                tl.store(reach_ptr + row, length + 1)
-
-
-@launch.kernel
-def _emit_row_csr_kernel(
-    z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, offsets_ptr, values_ptr,
-    indices_ptr, l0_ptr, N, length, slots, SHIFT: tl.constexpr, LIST: tl.constexpr,
-):  # fmt: skip
-    """Program (row), of a CSR: its entries from its list, if that has them all. The programs share what is padding
-    among `slots` in all."""
+    """Program (row): its entries from its list, or from z where the list had no room for all. The programs share the
+    slots behind the last entry, of `slots` in all."""
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
-    clear_slots(values_ptr, indices_ptr, tl.load(offsets_ptr + rows) + row * 256, slots, rows * 256, 256)
+    behind = tl.load(spans_ptr + rows - 1) + tl.load(spans_ptr + 2 * rows - 1)
+    clear_slots(values_ptr, indices_ptr, behind + row * 256, slots, rows * 256, 256)
+    begin, room = tl.load(spans_ptr + row), tl.load(spans_ptr + rows + row).to(tl.int32)
+    kth, need = tl.load(kth_ptr + row), tl.load(need_ptr + row)
+    z_ptr += row * N
     reach = tl.load(reach_ptr + row)
     if reach <= length:
-        begin = tl.load(offsets_ptr + row)
-        room = (tl.load(offsets_ptr + row + 1) - begin).to(tl.int32)
-        held = emit_largest(
-            z_ptr + row * N, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach,
-            tl.load(kth_ptr + row), tl.load(need_ptr + row), values_ptr + begin, indices_ptr + begin, N, room, LIST,
-            SHIFT,
+        emit_largest(
+            z_ptr, bias_ptr, scale_ptr, list_ptr + row * length, columns_ptr + row * length, None, reach, kth, need,
+            values_ptr + begin, indices_ptr + begin, N, room, LIST, SHIFT,
         )  # fmt: skip
-        tl.store(l0_ptr + row, held)
+    else:
+        append_largest(
+            z_ptr, bias_ptr, scale_ptr, kth, need, values_ptr + begin, indices_ptr + begin, N, room, BLOCK, VEC, SHIFT
+        )
+    tl.store(l0_ptr + row, room)
 
 
 class Found:
-    """What reaches the bound, and where among it a row's entries end."""
+    """The lists of numbers that reach the bound, and which of them rows keep."""
 
     __slots__ = ("columns", "keys", "kth", "length", "need", "reach")
 
@@ -385,10 +413,9 @@ class Found:
         self.reach, self.kth, self.need = (torch.empty(m, dtype=torch.int32, device=device) for _ in range(3))
 
 
-def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: Tensor | None = None) -> Found:
+def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, spans: Tensor) -> Found:
     """The k * M largest keys of z [M, N] + bias [N], times scale [N]: a row selects every key above kth[row] and the
-    first need[row] that equal it. Rows whose `reach` exceeds `length` are not in the lists. `offsets` [M + 1] is filled
-    with where the rows of CSR begin and end."""
+    first need[row] that equal it. Rows whose `reach` exceeds `length` are not in the lists. Fills `spans`."""
     m, n = z.shape
     shift = SHIFT[z.dtype]
     low = max(31 - shift - 16, 0)
@@ -424,44 +451,32 @@ def find(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None, offsets: 
         part = {"PART": 2, "BINS": 1 << low, "SHIFT": shift, "LOW": 0}
         _find_kernel((1, 1, 1), (rest, words, 0), part, num_warps=16)
     ties = torch.empty(m, dtype=torch.int32, device=z.device)
-    above = None if offsets is None else torch.empty_like(ties)
+    above = torch.empty_like(ties)
     args = (*operands, *listed, ties, above, n, found.length)
     _count_ties_kernel(grid, args, meta, **tile.options)
-    args = (words, ties, above, found.kth, found.need, offsets, m, n)
+    args = (words, ties, above, found.kth, found.need, spans, m, n)
     _share_ties_kernel((1, 1, 1), args, {"BLOCK": min(4096, launch.next_power_of_2(m))}, num_warps=8)
     return found
 
 
-def emit(
-    z: Tensor,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    found: Found,
-    out: tuple[Tensor, Tensor, Tensor | None, Tensor],
-    may_overflow: bool,
-    offsets: Tensor | None = None,
-) -> None:
-    """Fills values, indices, nnz and l0 of rows whose list has all their entries; `found.reach` exceeds `found.length`
-    for the others then, and with `may_overflow` for rows of more entries than there are slots. With the `offsets` that
-    `find` has filled, values and indices are those of CSR, and there is no nnz."""
-    (m, n), (values, indices, nnz, l0) = z.shape, out
-    meta = {"SHIFT": SHIFT[z.dtype], "LIST": 256}
-    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need)
-    if offsets is not None:
-        args += (offsets, values, indices, l0, n, found.length, len(values))
-        _emit_row_csr_kernel((m, 1, 1), args, meta, num_warps=4)
-    else:
-        args += (values, indices, nnz, l0, n, found.length, values.shape[1])
-        _emit_row_kernel((m, 1, 1), args, meta | {"MAY_OVERFLOW": may_overflow}, num_warps=4)
+def batch_topk(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values [M * k], indices [M * k], spans [2, M], l0 [M] in float32) of the k * M largest elements above 0."""
+    m, n = z.shape
+    out = (*empty_slots(z, m, m * k), torch.empty(m, dtype=torch.float32, device=z.device))
+    found = find(z, bias, k, scale, out[2])
+    # A program is four warps.
+    meta = {**scan_tile(n, z.element_size(), 4 * GROUPS), "SHIFT": SHIFT[z.dtype], "LIST": 256}
+    args = (z, bias, scale, found.keys, found.columns, found.reach, found.kth, found.need, *out, n, found.length, m * k)
+    _emit_row_kernel((m, 1, 1), args, meta, num_warps=4)
+    return out
 
 
 EXAMPLES = {
     _count_sample_kernel: {"counts_ptr": "*i64", "RUN": 16, "STEP": 2048, "BLOCK": 512, "SHIFT": 16, "LOW": 0},
     _count_ties_kernel: {"BLOCK": 512, "VEC": 8, "SHIFT": 16, "num_warps": 1},
-    _share_ties_kernel: {"offsets_ptr": "*i64", "BLOCK": 4096, "num_warps": 8},
+    _share_ties_kernel: {"BLOCK": 4096, "num_warps": 8},
     _find_kernel: {"counts_ptr": "*i64", "PART": 1, "BINS": 32768, "SHIFT": 16, "LOW": 0, "num_warps": 16},
-    _emit_row_kernel: {"SHIFT": 16, "LIST": 256, "MAY_OVERFLOW": True},
-    _emit_row_csr_kernel: {"offsets_ptr": "*i64", "SHIFT": 16, "LIST": 256},
+    _emit_row_kernel: {"BLOCK": 4096, "VEC": 8, "SHIFT": 16, "LIST": 256},
     _list_row_kernel: {"BLOCK": 512, "VEC": 8, "SHIFT": 16, "num_warps": 1},
     _count_listed_kernel: {
         "counts_ptr": "*i64", "ROWS": 8, "BLOCK": 256, "WINDOW": 256, "SHIFT": 16, "LOW": 0, "num_warps": 8,

@@ -19,6 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.list_entries import list_slots
 from gossamer.rowsparse._triton.matmul import matmul
 from gossamer.rowsparse.matmul_path import gather_tile
 from gossamer.sae.decode_path import one_launch
@@ -35,7 +36,7 @@ def wait_for(ptr, epoch):
 
 @triton.jit
 def scan(
-    x_ptr, slots_ptr, counts_ptr, nnz_ptr, epoch, chunk, chunks, lead, N, capacity,
+    x_ptr, slots_ptr, counts_ptr, count_ptr, epoch, chunk, chunks, lead, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, SHIFTED: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row into the row's slots; all pointers are the row's. Its last count is that of the row."""
@@ -49,7 +50,7 @@ def scan(
         base = pack.wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
         if chunk == chunks - 1:
             pack.publish(counts_ptr + chunks, epoch, base + count)
-            tl.store(nnz_ptr, base + count)
+            tl.store(count_ptr, (base + count).to(tl.int64))
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts
             while tl.max(bits, axis=0) > 0:
@@ -85,12 +86,13 @@ def gather_slots(
 
 @launch.kernel(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, nnz_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
+    x_ptr, w_ptr, bias_ptr, out_ptr, spans_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
     BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
-    FLAGS: tl.constexpr, PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr, TRUNCATE: tl.constexpr,
+    FLAGS: tl.constexpr, PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather. A row has `capacity` words of slots and
-    chunks + 1 of counts."""
+    chunks + 1 of counts. Its span is its count in buffers of `capacity` slots, from slot 0 on, which `overflow` reads.
+    """
     if LAUNCH_DEPENDENTS:
         gdc_launch_dependents()
     pid = tl.program_id(0)
@@ -101,16 +103,15 @@ def _decode_fwd_kernel(
     if pid < scanning:
         begin, lead, end = pack.row_start(row * stride_xm, N, VEC, SHIFTED)
         scan(
-            x_ptr + begin, slots_ptr, counts_ptr, nnz_ptr + row, epoch, pid % chunks, chunks, lead, end, capacity,
+            x_ptr + begin, slots_ptr, counts_ptr, spans_ptr + M + row, epoch, pid % chunks, chunks, lead, end, capacity,
             BLOCK, VEC, FLAGS, SHIFTED,
         )  # fmt: skip
+        tl.store(spans_ptr + row, tl.zeros([], tl.int64))
     else:
         x_ptr += row * stride_xm
         columns = ((pid - scanning) % slices) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
         count = wait_for(counts_ptr + chunks, epoch)
-        if TRUNCATE:
-            count = tl.minimum(count, capacity)
         if count <= capacity:
             if PARTIAL > 0:
                 # Runs of their own: in float32 one running sum over a long row rounds worse than a dense product does.
@@ -134,80 +135,77 @@ _plans = launch.Plans()
 
 
 def _one_launch(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int, truncate: bool
+    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int
 ) -> tuple[tuple[launch.Bound | None, ...], Tensor, int]:
-    """(the launches, and what a plan that repeats them needs: room for the counts of rows, and how many flags)"""
+    """(the launches, and the needs of a plan that repeats them: room for the spans of rows, and how many flags)"""
     (m, n), d = acts.shape, weight.shape[1]
     size = weight.element_size()
     chunks, meta = pack.split(n, pack.row_tile(acts, groups=256 if n <= 65536 else 512))
     meta |= gather_tile(m, d, size)
     meta["PARTIAL"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
-    overflows = capacity < n and not truncate
-    meta |= {"LAUNCH_DEPENDENTS": overflows and tuning.dependent_launch(weight.device), "TRUNCATE": truncate}
+    overflows = capacity < n
+    meta["LAUNCH_DEPENDENTS"] = overflows and tuning.dependent_launch(weight.device)
     slices = launch.cdiv(d, meta["BLOCK_D"])
     words = m * (capacity + chunks + 1)
-    nnz = torch.empty(m, dtype=torch.int32, device=acts.device)
-    args = (acts, weight, bias, out, nnz, *launch.flags.get(words, acts.device))
+    spans = torch.empty(2, m, dtype=torch.int64, device=acts.device)
+    args = (acts, weight, bias, out, spans, *launch.flags.get(words, acts.device))
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
     scan = _decode_fwd_kernel((m * (chunks + slices), 1, 1), args, meta, num_warps=1, head=7)
     if not overflows:
-        return (scan,), nnz, words
-    return (scan, overflow.forward(overflow.Overflow(acts, nnz, capacity), weight, bias, out)), nnz, words
+        return (scan,), spans, words
+    return (scan, overflow.forward(overflow.Overflow(acts, spans, capacity), weight, bias, out)), spans, words
 
 
 def decode_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Operator `sae_decode_lists` -> (out [M, D], values, indices, nnz), the lists as `pack_ell` gives them."""
-    values, indices, nnz = pack.pack_ell(acts, capacity)
-    counts, source = (nnz.clamp(max=capacity), None) if truncate else (nnz, acts)
-    return matmul(values, indices, counts, source, weight, bias, out_dtype), values, indices, nnz
+    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sae_decode_lists` -> (out [M, D], values, indices, spans), the lists as `pack_rows` gives them."""
+    values, indices, spans = list_slots(acts, capacity)
+    return matmul(values, indices, spans, acts, weight, bias, out_dtype), values, indices, spans
 
 
-def decode(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, truncate: bool, out_dtype: torch.dtype | None
-) -> Tensor:
-    """Operator `sae_decode`: the output alone. With `truncate` a row's entries past `capacity` are left out.
+def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
+    """Operator `sae_decode`: the output alone.
 
-    Host time is most of a small decode, so everything that follows from shapes is done once and kept as a plan.
+    Host time is most of a small decode, so the work that depends on shapes is done once and kept as a plan.
     """
     m, n = acts.shape
     if not one_launch(m, n):
-        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
+        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
     key: tuple[object, ...] | None = None
     if not launch.INTERPRET:
         index = acts.get_device()
         stream = torch._C._cuda_getCurrentRawStream(index)
         key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity)
-        key += (truncate, index, stream, None if bias is None else bias.dtype, tuning.tf32())
+        key += (index, stream, None if bias is None else bias.dtype, tuning.tf32())
         pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
         plan = _plans.get(key, index, pointers[0] | pointers[1] | (pointers[2] or 0))
         if plan is not None:
             out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
             target = out.data_ptr()
             scan, *over = plan.launches
-            (nnz,) = plan.addresses
-            # The two launches share the counts: another thread's pair on this stream must not come between them.
+            (spans,) = plan.addresses
+            # The two launches share the spans: another thread's pair on this stream must not come between them.
             with plan.lock:
-                scan(stream, *pointers, target, nnz, plan.flags, plan.epochs.next())
+                scan(stream, *pointers, target, spans, plan.flags, plan.epochs.next())
                 if over:
-                    over[0](stream, *pointers, target, nnz)
+                    over[0](stream, *pointers, target, spans)
             return out
     if acts.numel() == 0 or weight.shape[1] == 0:
-        return decode_lists(acts, weight, bias, capacity, truncate, out_dtype)[0]
+        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
     x, w = rows_contiguous(acts), rows_contiguous(weight)
     out = torch.empty(m, w.shape[1], dtype=out_dtype or w.dtype, device=w.device)
-    launches, counts, words = _one_launch(x, w, bias, out, capacity, truncate)
+    launches, spans, words = _one_launch(x, w, bias, out, capacity)
     # Not where a copy was needed, or a graph records it.
     if key is not None and x is acts and w is weight and None not in launches:
-        _plans.keep(key, acts.device, *launches, words=words, memory=(counts,))
+        _plans.keep(key, acts.device, *launches, words=words, memory=(spans,))
     return out
 
 
 EXAMPLES = {
     _decode_fwd_kernel: {
         "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4, "SHIFTED": 1,
-        "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False, "TRUNCATE": False,
+        "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False,
         "num_warps": 1,
     },
 }  # fmt: skip

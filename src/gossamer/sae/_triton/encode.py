@@ -1,23 +1,75 @@
-"""The encoder on the GPU: a product, and what the path does with its pre-activations.
+"""The encoder on the GPU: a product, and the listing of its pre-activations.
 
 `encode_path.choose_path` names the path. "bound" never writes the pre-activations (`topk`); the others start from them:
-"topk" lists candidates and takes the largest (`select`), "topk_rows" and both of BatchTopK find out what rows keep and
-emit that (`select`, `batchtopk`, `ranked_rows`), and rowsparse lists the elements that exceed a threshold, in slots
-(`encode_rows`) or, where a CSR is wanted, without gaps.
+"topk" lists candidates and takes the largest (`select`), "batch" does so for all rows together (`batchtopk`), and
+"list" lists the elements that exceed a threshold. There a row that has more entries than slots is overwritten by its
+activation afterwards, so that the pre-activations serve as the container's source: -0.0 stands for an entry of value 0,
++0.0 for none.
 """
 
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from gossamer.rowsparse._triton.list_entries import Limit, list_all
+from gossamer._core import launch
+from gossamer.rowsparse._triton._rows import row_span
+from gossamer.rowsparse._triton.limit import add_bias, load_threshold
+from gossamer.rowsparse._triton.list_entries import Limit, list_all, list_slots
+from gossamer.rowsparse._triton.pack import chunk_columns, even_length, is_even, scan_tile
 from gossamer.rowsparse.dense_product import copies_pay, padded, padded_product
+from gossamer.rowsparse.formats import empty_slots
 from gossamer.sae._triton import batchtopk, select, topk
-from gossamer.sae._triton.encode_rows import encode_rows
-from gossamer.sae._triton.ranked_rows import ranked_rows
+from gossamer.sae._triton.select import load_pre
 from gossamer.sae.encode_path import Path, choose_path, copies_weight, named, row_stride
 
-_Operands = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+GROUPS = 128
+"""Words of a chunk: half as many as of `pack`, for thresholds take registers."""
+_Entries = tuple[Tensor, Tensor, Tensor, Tensor]
+"""(values, indices, spans, l0)"""
+
+
+@triton.jit
+def activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW: tl.constexpr):
+    """Elements that exceed the threshold, and a mark for those in the window."""
+    pre = add_bias(z, bias_ptr, columns, columns < N)
+    threshold = load_threshold(threshold_ptr, stride_t, columns, columns < N)
+    out = tl.where(pre <= threshold, 0.0, pre)
+    if WINDOW:
+        # A literal -0.0 would become +0.0 on its way through the compiler.
+        minus_zero = tl.full([], -0x80000000, tl.int32).to(tl.float32, bitcast=True)
+        out = tl.where((pre <= threshold) & (pre > threshold - radius), minus_zero, out)
+    return out
+
+
+@triton.jit
+def activate_row(
+    z_ptr, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK: tl.constexpr, VEC: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Overwrites a row of z, from column `begin` on and before `end`, by its activation."""
+    z = load_pre(z_ptr, chunk_columns(begin, BLOCK, VEC), end)
+    for start in range(begin, end, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        # Ahead of the store, behind which the compiler would leave it.
+        following = load_pre(z_ptr, columns + BLOCK, end)
+        out = activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, end, WINDOW)
+        tl.store(z_ptr + columns, out, mask=columns < end)
+        z = following
+
+
+@launch.kernel
+def _activate_rows_kernel(
+    z_ptr, bias_ptr, threshold_ptr, spans_ptr, stride_t, radius, M, N, room, shares, span,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
+):  # fmt: skip
+    """Program (row, share of `span` columns), of rows that overflowed."""
+    row, N = (tl.program_id(0) // shares).to(tl.int64), even_length(N, VEC, EVEN)
+    if row_span(spans_ptr, row, M, room)[2]:
+        begin = tl.program_id(0) % shares * span
+        end = tl.minimum(begin + span, N)
+        activate_row(z_ptr + row * N, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK, VEC, WINDOW)
 
 
 def encode(
@@ -30,19 +82,20 @@ def encode(
     k: int,
     bandwidth: float,
     capacity: int | None,
-    keep_source: bool,
     scale: Tensor | None = None,
     ste_to_input: bool = False,
-) -> _Operands:
-    """Operator `sae_encode` -> (values, indices, nnz, source or [0, N], l0)."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sae_encode` -> (values, indices, spans, source or [0, N], l0)."""
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
-    path = choose_path(activation, len(x), k, capacity, keep_source, weight)
+    m, n = x.shape[0], weight.shape[1]
+    path = choose_path(activation, m, k, capacity, weight)
+    none = x.new_empty(0, n)
     with named(path):
         if path == "bound":
-            values, indices, nnz, l0 = topk.row_topk(x, weight, bias, scale, k)
-            return values, indices, nnz, x.new_empty(0, weight.shape[1]), l0
+            values, indices, spans, l0 = topk.row_topk(x, weight, bias, scale, k)
+            return values, indices, spans, none, l0
         z, bias = _pre_activations(x, weight, bias, activation)
-        more = z.shape[1] - weight.shape[1]
+        more = z.shape[1] - n
         if more:
             # Columns that no rule keeps: the kernels do not tell them from others.
             bias = None if bias is None else F.pad(bias, (0, more))
@@ -51,10 +104,9 @@ def encode(
             if threshold is not None:
                 # A NaN that stands for all columns would keep these, too.
                 threshold = F.pad(threshold, (0, more))
-        found = activate(path, z, bias, threshold, k, bandwidth, capacity, keep_source, scale)
-        values, indices, nnz, source, l0 = found
-        n = weight.shape[1]
-        return values, indices, nnz, source[:, :n] if keep_source else source.new_empty(0, n), l0
+        values, indices, spans, l0 = activate(path, z, bias, threshold, k, bandwidth, capacity, n, scale)
+        keeps = path == "list" and capacity is not None and capacity < n
+        return values, indices, spans, z[:, :n] if keeps else none, l0
 
 
 def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
@@ -84,35 +136,38 @@ def activate(
     k: int,
     bandwidth: float,
     capacity: int | None,
-    keep_source: bool,
+    n: int,
     scale: Tensor | None,
-) -> _Operands:
-    """What `encode` returns, from the pre-activations z [M, N] + bias [N]. Without a capacity it is CSR, of BatchTopK's
-    k * M entries or of as many as there are, with offsets in place of nnz."""
-    m, n = z.shape
-    if path == "topk" and z.numel():
-        values, indices, nnz, l0 = select.row_topk(z, bias, k, scale)
-        return values, indices, nnz, z.new_empty(0, n), l0
+) -> _Entries:
+    """The entries of the pre-activations z [M, N or more] + bias; rows that overflow are activated in place."""
+    m = z.shape[0]
+    if not z.numel():
+        room = m * k if path != "list" else m * (capacity or 0)
+        values, indices, spans = empty_slots(z, m, room)
+        return values.zero_(), indices.fill_(-1), spans.zero_(), z.new_zeros(m, dtype=torch.float32)
+    if path != "list":
+        return (select.row_topk if path == "topk" else batchtopk.batch_topk)(z, bias, k, scale)
     l0 = (torch.zeros if bandwidth else torch.empty)(m, dtype=torch.float32, device=z.device)
-    source = z if keep_source else z.new_empty(0, n)
-    if path == "csr" and z.numel():
-        return *list_all(z, Limit(bias, threshold, bandwidth / 2), l0), source, l0
-    if path == "rows" and z.numel():
-        assert capacity is not None
-        return *encode_rows(z, bias, threshold, capacity, bandwidth, keep_source, l0), source, l0
-    slots = (m * k,) if capacity is None else (m, capacity)
-    values, indices = z.new_empty(slots), torch.empty(slots, dtype=torch.int32, device=z.device)
-    is_csr = capacity is None
-    counts = torch.empty(m + is_csr, dtype=torch.int64 if is_csr else torch.int32, device=z.device)
-    nnz, offsets = (None, counts) if is_csr else (counts, None)
-    if m == 0 or n == 0:
-        return values.zero_(), indices.fill_(-1), counts.zero_(), source, l0.zero_()
-    if path == "topk_rows":
-        ranked_rows(z, bias, scale, select.row_kth(z, bias, k, scale), (values, indices, counts, l0), keep_source)
-    else:
-        out = (values, indices, nnz, l0)
-        found = batchtopk.find(z, bias, k, scale, offsets)
-        batchtopk.emit(z, bias, scale, found, out, keep_source, offsets)
-        kept = (found.kth, found.need)
-        ranked_rows(z, bias, scale, kept, out, keep_source, found.reach, found.length, offsets)
-    return values, indices, counts, source, l0
+    limit = Limit(bias, threshold, bandwidth / 2)
+    if capacity is None:
+        return *list_all(z, limit, l0), l0
+    values, indices, spans = list_slots(z, capacity, limit, l0)
+    if capacity < n:
+        _activate_overflowed(z, limit, spans, m * capacity)
+    return values, indices, spans, l0
+
+
+def _activate_overflowed(z: Tensor, limit: Limit, spans: Tensor, room: int) -> None:
+    (m, n), threshold = z.shape, limit.threshold
+    sizes = scan_tile(n, z.element_size(), GROUPS)
+    # Few rows are shared by programs; where no row overflowed they only look.
+    blocks = launch.cdiv(n, sizes["BLOCK"])
+    span = launch.cdiv(blocks, max(1, min(blocks, 1024 // m))) * sizes["BLOCK"]
+    shares = launch.cdiv(n, span)
+    meta = {**sizes, "WINDOW": limit.radius > 0, "EVEN": is_even(n, z.element_size())}
+    stride_t = 0 if threshold is None else threshold.stride(0)
+    args = (z, limit.bias, threshold, spans, stride_t, limit.radius, m, n, room, shares, span)
+    _activate_rows_kernel((m * shares, 1, 1), args, meta, num_warps=1)
+
+
+EXAMPLES = {_activate_rows_kernel: {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "EVEN": False, "num_warps": 1}}

@@ -1,7 +1,7 @@
 """Gradients of an encoder's pre-activations, bias and thresholds, from those of its entries.
 
-The sums for the bias and the thresholds go by columns: a program takes a column's entries, in order of row, from what
-`rowsparse.transpose` has sorted, so that no order of arrival shows. What overflowed rows contribute is added by a
+The sums for the bias and the thresholds go by columns: a program takes a column's entries, in order of row, as
+`rowsparse.transpose` has sorted them, so that no order of arrival shows. The part of overflowed rows is added by a
 second kernel, a program a block of columns, which leaves at once where no row did: their dense activations say by -0.0
 which entries of value 0 are stored. The gradient of such a row is dense, and written by a program for each chunk of it.
 """
@@ -11,16 +11,17 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.overflow import load_rows, overflowed
+from gossamer.rowsparse._triton.overflow import list_overflowed, load_rows
 
 
 @launch.kernel
 def _encode_bwd_columns_kernel(
-    keys_ptr, offsets_ptr, values_ptr, starts_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, out_bias_ptr,
-    out_threshold_ptr, stride_gm, stride_gs, stride_l, stride_t, radius, capacity, BLOCK: tl.constexpr,
+    keys_ptr, offsets_ptr, values_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, out_bias_ptr, out_threshold_ptr,
+    stride_g, stride_l, stride_t, radius, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (column): sums over its entries, in order of row. `starts_ptr`: where rows of CSR begin."""
+    """Program (column): sums over its entries, in order of row."""
     column = tl.program_id(0)
     begin = tl.load(offsets_ptr + column)
     end = tl.load(offsets_ptr + column + 1)
@@ -35,10 +36,8 @@ def _encode_bwd_columns_kernel(
         key = tl.load(keys_ptr + entry, mask=held, other=0)
         row = key >> 32
         slot = key & 0xFFFFFFFF
-        if starts_ptr is not None:
-            slot += tl.load(starts_ptr + row, mask=held, other=0)
-        value = tl.load(values_ptr + row * capacity + slot, mask=held, other=0.0).to(tl.float32)
-        grad = tl.load(grad_ptr + row * stride_gm + slot * stride_gs, mask=held, other=0.0).to(tl.float32)
+        value = tl.load(values_ptr + slot, mask=held, other=0.0).to(tl.float32)
+        grad = tl.load(grad_ptr + slot * stride_g, mask=held, other=0.0).to(tl.float32)
         bias += tl.where(value != 0, grad, 0.0)
         if threshold_ptr is not None:
             slope = threshold * grad + tl.load(grad_l0_ptr + row * stride_l, mask=held, other=0.0)
@@ -53,7 +52,7 @@ def _encode_bwd_columns_overflow_kernel(
     source_ptr, rows_ptr, grad_ptr, grad_l0_ptr, threshold_ptr, out_bias_ptr, out_threshold_ptr,
     stride_sm, stride_gm, stride_gn, stride_l, stride_t, radius, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Program (block of columns): adds what the overflowed rows contribute, which are listed."""
+    """Program (block of columns): adds the part of the overflowed rows, which are listed."""
     number = tl.load(rows_ptr)
     if number > 0:
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -86,13 +85,13 @@ def _encode_bwd_columns_overflow_kernel(
 
 @launch.kernel
 def _encode_bwd_source_kernel(
-    grad_ptr, source_ptr, nnz_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_sm, stride_gm, stride_gn, stride_l,
-    stride_t, radius, N, capacity, BLOCK: tl.constexpr,
+    grad_ptr, source_ptr, spans_ptr, grad_l0_ptr, threshold_ptr, out_ptr, stride_sm, stride_gm, stride_gn, stride_l,
+    stride_t, radius, N, room, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row, chunk): the gradient of an overflowed row of pre-activations, with the straight-through estimate
     of a threshold that is given."""
     row = tl.program_id(0).to(tl.int64)
-    if tl.load(nnz_ptr + row) > capacity:
+    if row_span(spans_ptr, row, tl.num_programs(0), room)[2]:
         columns = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
         value = tl.load(source_ptr + row * stride_sm + columns, mask=columns < N, other=0.0)
         grad = tl.load(grad_ptr + row * stride_gm + columns * stride_gn, mask=columns < N, other=0.0)
@@ -114,27 +113,26 @@ def bwd_columns(
     keys: Tensor,
     columns: Tensor,
     values: Tensor,
-    nnz: Tensor,
+    spans: Tensor,
     source: Tensor,
     threshold: Tensor | None,
     bandwidth: float,
 ) -> tuple[Tensor, Tensor]:
     """Operator `sae_encode_bwd_columns` -> float32 (grad_bias [N], grad_threshold [N], or [0] without a threshold)."""
-    n, is_csr = col_offsets.shape[0] - 1, values.dim() == 1
-    capacity, starts = (0, nnz) if is_csr else (values.shape[1], None)
+    n = col_offsets.shape[0] - 1
     bias_out = torch.zeros(n, dtype=torch.float32, device=values.device)
     threshold_out = torch.zeros(0 if threshold is None else n, dtype=torch.float32, device=values.device)
-    if n == 0 or nnz.shape[0] == 0:
+    if n == 0 or spans.shape[1] == 0:
         return bias_out, threshold_out
     stride_t = 0 if threshold is None else threshold.stride(0)
     tail = (grad_l0.stride(0), stride_t, bandwidth / 2)
-    strides = (0, *grad_values.stride()) if is_csr else grad_values.stride()
-    args = (keys, col_offsets, values, starts, grad_values, grad_l0, threshold, bias_out, threshold_out)
-    args += (*strides, *tail, capacity)
+    args = (keys, col_offsets, values, grad_values, grad_l0, threshold, bias_out, threshold_out)
+    args += (grad_values.stride(0), *tail)
     _encode_bwd_columns_kernel((n, 1, 1), args, {"BLOCK": 128}, num_warps=1)
     if source.shape[0]:
         source = rows_contiguous(source)
-        args = (source, overflowed(nnz, capacity), grad_source, grad_l0, threshold, bias_out, threshold_out)
+        rows = list_overflowed(spans, values.shape[0])
+        args = (source, rows, grad_source, grad_l0, threshold, bias_out, threshold_out)
         args += (source.stride(0), *grad_source.stride(), *tail, n)
         meta = {"BLOCK_M": 16, "BLOCK_N": 128}
         _encode_bwd_columns_overflow_kernel((launch.cdiv(n, 128), 1, 1), args, meta, num_warps=4)
@@ -144,8 +142,8 @@ def bwd_columns(
 def bwd_source(
     grad: Tensor,
     source: Tensor,
-    nnz: Tensor,
-    capacity: int,
+    spans: Tensor,
+    room: int,
     grad_l0: Tensor | None,
     threshold: Tensor | None,
     bandwidth: float,
@@ -160,13 +158,13 @@ def bwd_source(
             *grad.stride(),
             *(0 if t is None or threshold is None else t.stride(0) for t in (grad_l0, threshold)),
         )
-        args = (grad, source, nnz, None if threshold is None else grad_l0, threshold, out, *strides, bandwidth / 2)
-        _encode_bwd_source_kernel((m, launch.cdiv(n, 4096), 1), (*args, n, capacity), {"BLOCK": 4096}, num_warps=4)
+        args = (grad, source, spans, None if threshold is None else grad_l0, threshold, out, *strides, bandwidth / 2)
+        _encode_bwd_source_kernel((m, launch.cdiv(n, 4096), 1), (*args, n, room), {"BLOCK": 4096}, num_warps=4)
     return out
 
 
 EXAMPLES = {
-    _encode_bwd_columns_kernel: {"offsets_ptr": "*i64", "starts_ptr": None, "BLOCK": 128, "num_warps": 1},
+    _encode_bwd_columns_kernel: {"offsets_ptr": "*i64", "BLOCK": 128, "num_warps": 1},
     _encode_bwd_columns_overflow_kernel: {"BLOCK_M": 16, "BLOCK_N": 128},
     _encode_bwd_source_kernel: {"BLOCK": 4096},
 }

@@ -2,13 +2,12 @@
 
 A program owns a block of COLUMNS columns and a run of rows. It loads the columns' bias and threshold once, goes down
 the rows ROWS at a time, and keeps sums over its rows in registers: that is why it takes columns and not rows, for a
-threshold a number would be twice what the numbers themselves are to read. Sums over the runs of rows are partial and
-added up after it in order. A warp has whole rows of the tile, 16 bytes a thread: what is summed over a row's columns
-never leaves the warp, and what is summed over rows stays apart, a sum for each row of the tile, until the run ends.
+threshold for each number would be twice the reading of the numbers themselves. Sums over the runs of rows are partial
+and added up after it in order. A warp has whole rows of the tile, 16 bytes a thread: a sum over a row's columns
+never leaves the warp, and sums over rows stay apart, a sum for each row of the tile, until the run ends.
 The rows that come next are on their way, STAGES deep: other rows than are written.
-l0, which sums over the blocks of columns, is a whole number below 2^24, and no order of atomic additions shows. What
-lies in the window below its threshold becomes -0.0: nothing to a product, and all that the backward pass has to know
-of it.
+l0, which sums over the blocks of columns, is a whole number below 2^24, and no order of atomic additions shows. An
+element in the window below its threshold becomes -0.0: nothing to a product, and enough for the backward pass.
 """
 
 import torch

@@ -1,15 +1,15 @@
-"""The k-th largest pre-activation of each row, exactly and without a host sync.
+"""The k largest pre-activations of each row, exactly and without a host sync.
 
-Positive floats are ordered like their bit patterns, so the search runs on integer keys; what ReLU zeroes has key 0 and
-is never selected, NaN has the largest. Almost nothing of a long row is near its k-th largest element, and one pass
-finds out what is: columns fall into GROUPS groups, and at least k elements reach the k-th largest group maximum, the
-*bound*. A second pass lists the keys above the bound, at most GROUPS-th part of the row for each of k - 1 groups, and
-the answer is the bound or in the list. Tie counts are exact as well: `need` of the elements that equal the k-th largest
-are selected, those of lowest index.
+Positive floats are ordered like their bit patterns, so the search runs on integer keys; a number that ReLU zeroes has
+key 0 and is never selected, NaN has the largest. Almost nothing of a long row is near its k-th largest element, and one
+pass finds the candidates: columns fall into GROUPS groups, and at least k elements reach the k-th largest group
+maximum, the *bound*. A second pass lists the keys above the bound, at most GROUPS-th part of the row for each of k - 1
+groups, and the answer is the bound or in the list. Tie counts are exact as well: `need` of the elements that equal the
+k-th largest are selected, those of lowest index.
 
 A row is one program's work: it keeps the maxima in registers and halves the range of keys by counting, and it walks
-the row again while the row is still in the L2. Where the row's entries are what is wanted, the list names the columns
-as well, and is all that is left to read. For the largest of a batch see `batchtopk`.
+the row again while the row is still in the L2. The list names the columns as well, and is all that is left to read.
+For the largest of a batch see `batchtopk`.
 """
 
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.limit import add_bias
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
-from gossamer.rowsparse.formats import empty_ell
+from gossamer.rowsparse.formats import empty_slots
 
 NAN_KEY = tl.constexpr(0x7FFFFFFF)
 SHIFT = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -35,7 +35,7 @@ def load_pre(z_ptr, columns, N):
 
 @triton.jit
 def order_key(pre, SHIFT: tl.constexpr):
-    """int32 that orders positive numbers as they are, 0 for what ReLU zeroes, the largest for NaN."""
+    """int32 that orders positive numbers as they are, 0 for a number that ReLU zeroes, the largest for NaN."""
     bits = pre.to(tl.int32, bitcast=True) >> SHIFT
     return tl.where(pre > 0, bits, tl.where(pre == pre, 0, NAN_KEY >> SHIFT))
 
@@ -52,7 +52,7 @@ def ranked(z, bias_ptr, scale_ptr, columns, N):
 
 @triton.jit
 def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr):
-    """The key of what is ranked."""
+    """The key of a ranked number."""
     return order_key(ranked(z, bias_ptr, scale_ptr, columns, N), SHIFT)
 
 
@@ -129,8 +129,8 @@ def emit_largest(
     z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, own_ptr, count, kth, need, values_ptr, indices_ptr, N, capacity,
     LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Writes what has the listed keys above kth, and the first `need` that equal it, as entries, up to `capacity`; how
-    many there are. With a scale their own keys are listed at `own_ptr`, or they are read from z again."""
+    """Writes the elements with listed keys above kth, and the first `need` that equal it, as entries, up to `capacity`;
+    how many there are. With a scale their own keys are listed at `own_ptr`, or they are read from z again."""
     slots = tl.arange(0, LIST)
     held = 0
     seen = 0
@@ -157,14 +157,14 @@ def emit_largest(
 
 @triton.jit
 def settle_row(
-    row, z_ptr, bias_ptr, scale_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, N, k,
-    length, BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
+    row, z_ptr, bias_ptr, scale_ptr, list_ptr, values_ptr, indices_ptr, N, k, length,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """What `_row_kth_kernel` does for a row."""
+    """`_row_topk_kernel` for one row -> how many entries it has."""
     z_row = z_ptr + row * N
     largest = group_maxima(z_row, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
     bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
-    # Of what equals the bound no more than the first k can be wanted.
+    # Of the elements that equal the bound no more than the first k can be wanted.
     floor = tl.maximum(bound, 1)
     count = 0
     seen = 0
@@ -181,13 +181,10 @@ def settle_row(
             bits = word_bits(key > floor, VEC) | ties
             counts = count_bits(bits)
             found = tl.sum(counts, axis=0)
-            if values_ptr is None:
-                list_keys(bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, None, start, N, BLOCK, VEC, SHIFT)
-            else:
-                list_keys(
-                    bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, list_ptr + length + count, start, N,
-                    BLOCK, VEC, SHIFT,
-                )  # fmt: skip
+            list_keys(
+                bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, list_ptr + length + count, start, N,
+                BLOCK, VEC, SHIFT,
+            )  # fmt: skip
         count += found
         z = following
     # The list is read by other threads than those that wrote it.
@@ -196,44 +193,39 @@ def settle_row(
     keys = tl.load(list_ptr + slots, mask=slots < count, other=0)
     kth = tl.maximum(kth_largest(keys, list_ptr, count, k, bound, LIST), 1)
     need = k - count_above(keys, list_ptr, count, kth, LIST)
-    if values_ptr is None:
-        tl.store(kth_ptr + row, kth)
-        tl.store(need_ptr + row, need)
-    else:
-        held = emit_largest(
-            z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, None, count, kth, need, values_ptr + row * k,
-            indices_ptr + row * k, N, k, LIST, SHIFT,
-        )  # fmt: skip
-        tl.store(nnz_ptr + row, held)
-        tl.store(l0_ptr + row, held)
-        clear_slots(values_ptr + row * k, indices_ptr + row * k, held, k, 256, 256)
+    held = emit_largest(
+        z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, None, count, kth, need, values_ptr + row * k,
+        indices_ptr + row * k, N, k, LIST, SHIFT,
+    )  # fmt: skip
+    clear_slots(values_ptr + row * k, indices_ptr + row * k, held, k, 256, 256)
     tl.debug_barrier()
+    return held
 
 
 @launch.kernel
-def _row_kth_kernel(
-    z_ptr, bias_ptr, scale_ptr, some_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr, M, N,
-    k, length, BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
+def _row_topk_kernel(
+    z_ptr, bias_ptr, scale_ptr, some_ptr, list_ptr, values_ptr, indices_ptr, spans_ptr, l0_ptr, M, N, k, length,
+    stride_s, first, BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2.
+    """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2. It writes the rows'
+    entries, k slots a row, of which the first is that of row `first` of all.
 
-    With `values_ptr` it writes the rows' entries, k slots a row, otherwise kth and need. A list is `length` keys, and
-    then for entries as many columns. With `some_ptr` only rows where that is not 0 are done.
+    A list is `length` keys, and then as many columns. With `some_ptr` only rows where that is not 0 are done.
     """
-    if values_ptr is None:
-        list_ptr += tl.program_id(0).to(tl.int64) * length
-    else:
-        list_ptr += tl.program_id(0).to(tl.int64) * 2 * length
+    list_ptr += tl.program_id(0).to(tl.int64) * 2 * length
     row = tl.program_id(0).to(tl.int64)
     while row < M:
         wanted = True
         if some_ptr is not None:
             wanted = tl.load(some_ptr + row) != 0
         if wanted:
-            settle_row(
-                row, z_ptr, bias_ptr, scale_ptr, list_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, nnz_ptr, l0_ptr,
-                N, k, length, BLOCK, VEC, LIST, SHIFT,
+            held = settle_row(
+                row, z_ptr, bias_ptr, scale_ptr, list_ptr, values_ptr, indices_ptr, N, k, length, BLOCK, VEC, LIST,
+                SHIFT,
             )  # fmt: skip
+            tl.store(spans_ptr + row, (row + first) * k)
+            tl.store(spans_ptr + stride_s + row, held.to(tl.int64))
+            tl.store(l0_ptr + row, held)
         row += tl.num_programs(0)
 
 
@@ -243,23 +235,16 @@ def _tile(z: Tensor, block: int, warps: int) -> launch.Tile:
     return launch.Tile({**sizes, "SHIFT": SHIFT[z.dtype]}, max(1, warps * sizes["BLOCK"] // block))
 
 
-def row_kth(z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """(kth, need), int32 [M]: a row selects every key above kth[row] and the first need[row] that equal it.
-
-    z is contiguous [M, N] with M, N, k > 0; bias [N] is added to it, and the keys are those of that times scale [N].
-    """
-    kth = torch.empty(z.shape[0], dtype=torch.int32, device=z.device)
-    need = torch.empty_like(kth)
-    largest_of_rows(z, bias, scale, k, (kth, need, None, None, None, None))
-    return kth, need
-
-
 def row_topk(
     z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(values [M, k], indices [M, k], nnz [M], l0 [M] in float32) of what `row_kth` says a row selects."""
-    out = (*empty_ell(z, z.shape[0], k), torch.empty(z.shape[0], dtype=torch.float32, device=z.device))
-    largest_of_rows(z, bias, scale, k, (None, None, *out))
+    """(values [M * k], indices [M * k], spans [2, M], l0 [M] in float32) of each row's k largest elements above 0.
+
+    z is contiguous [M, N] with M, N, k > 0; bias [N] is added to it, and the ranks are those of that times scale [N].
+    """
+    m = z.shape[0]
+    out = (*empty_slots(z, m, m * k), torch.empty(m, dtype=torch.float32, device=z.device))
+    largest_of_rows(z, bias, scale, k, out)
     return out
 
 
@@ -268,17 +253,18 @@ def largest_of_rows(
     bias: Tensor | None,
     scale: Tensor | None,
     k: int,
-    results: tuple[Tensor | None, ...],
+    results: tuple[Tensor, ...],
     some: Tensor | None = None,
+    first: int = 0,
 ) -> None:
-    """Launches for `results`: kth and need, or values, indices, nnz and l0. Host time is most of a small call, so the
-    launch is kept as a plan."""
+    """Fills values, indices, spans and l0 of the rows of z, those from row `first` of all on. Host time is most of a
+    small call, so the launch is kept as a plan."""
     m, n = z.shape
-    given = (z, bias, scale, some)
+    given, stride = (z, bias, scale, some), results[2].stride(0)
     if not launch.INTERPRET:
         index = z.get_device()
         stream = torch._C._cuda_getCurrentRawStream(index)
-        key = (m, n, k, *[None if t is None else t.dtype for t in given], results[0] is None, index, stream)
+        key = (m, n, k, *[None if t is None else t.dtype for t in given], stride, first, index, stream)
         pointers = [None if t is None else t.data_ptr() for t in given + results]
         united = 0
         for pointer in pointers:
@@ -302,9 +288,9 @@ def largest_of_rows(
     block = tile.sizes["BLOCK"]
     length = n if k > block else min(n, (k - 1) * launch.cdiv(n, block) + k)
     meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096))}
-    entries = results[0] is None
-    lists = torch.empty(programs, 1 + entries, length, dtype=torch.int32, device=z.device)
-    bound = _row_kth_kernel((programs, 1, 1), (*given, lists, *results, m, n, k, length), meta, head=11, **tile.options)
+    lists = torch.empty(programs, 2, length, dtype=torch.int32, device=z.device)
+    args = (*given, lists, *results, m, n, k, length, stride, first)
+    bound = _row_topk_kernel((programs, 1, 1), args, meta, head=9, **tile.options)
     if not launch.INTERPRET and lists.nbytes <= LISTS:
         _plans.keep(key, z.device, bound, memory=(lists,))
 
@@ -314,4 +300,4 @@ LISTS = 1 << 24
 _plans = launch.Plans()
 
 
-EXAMPLES = {_row_kth_kernel: {"kth_ptr": None, "need_ptr": None, "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16}}
+EXAMPLES = {_row_topk_kernel: {"some_ptr": "*i64", "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16}}

@@ -1,6 +1,6 @@
 """The squared distance of each row to its reconstruction, and its gradient.
 
-A program takes a row: x and y are read once, what they differ by is never in memory, and backward reads them again.
+A program takes a row: x and y are read once, their difference is never in memory, and backward reads them again.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""A smooth count of what fires: a row's entries, or the whole of a row that has more entries than slots."""
+"""A smooth count of latents that fire: a row's entries, or the whole of a row that has more entries than slots."""
 
 import torch
 import triton
@@ -6,6 +6,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 
 
@@ -24,10 +25,11 @@ def tanh(x):
 
 
 @triton.jit
-def load_slots(values_ptr, indices_ptr, scale_ptr, row, first, count, N, capacity, BLOCK: tl.constexpr):
-    """(value, scale) of BLOCK slots of a row, 0 where there is no entry; an index outside [0, N) is NaN."""
+def load_slots(values_ptr, indices_ptr, scale_ptr, start, first, count, N, BLOCK: tl.constexpr):
+    """(value, scale) of BLOCK slots of a row that begins at `start`, 0 where there is no entry; an index outside [0, N)
+    is NaN."""
     slots = first + tl.arange(0, BLOCK)
-    at = row * capacity + slots
+    at = start + slots
     index = tl.load(indices_ptr + at, mask=slots < count, other=-1)
     held = (index >= 0) & (index < N)
     value = tl.load(values_ptr + at, mask=held, other=0.0).to(tl.float32)
@@ -45,15 +47,15 @@ def load_columns(source_ptr, scale_ptr, row, stride_sm, first, N, BLOCK: tl.cons
 
 @launch.kernel
 def _tanh_l0_fwd_kernel(
-    values_ptr, indices_ptr, nnz_ptr, source_ptr, scale_ptr, out_ptr, stride_sm, N, capacity, BLOCK: tl.constexpr
+    values_ptr, indices_ptr, spans_ptr, source_ptr, scale_ptr, out_ptr, stride_sm, N, room, BLOCK: tl.constexpr
 ):  # fmt: skip
     """Program (row)."""
     row = tl.program_id(0).to(tl.int64)
-    count = tl.load(nnz_ptr + row)
+    start, count, over = row_span(spans_ptr, row, tl.num_programs(0), room)
     total = tl.zeros([BLOCK], tl.float32)
-    if count <= capacity:
+    if not over:
         for first in range(0, count, BLOCK):
-            value, scale = load_slots(values_ptr, indices_ptr, scale_ptr, row, first, count, N, capacity, BLOCK)
+            value, scale = load_slots(values_ptr, indices_ptr, scale_ptr, start, first, count, N, BLOCK)
             total += tanh(value * scale)
     elif source_ptr is not None:
         for first in range(0, N, BLOCK):
@@ -67,25 +69,23 @@ def _tanh_l0_fwd_kernel(
 
 @launch.kernel
 def _tanh_l0_bwd_kernel(
-    grad_ptr, values_ptr, indices_ptr, nnz_ptr, source_ptr, scale_ptr, grad_values_ptr, grad_source_ptr, slope_ptr,
-    slope_source_ptr, stride_g, stride_sm, N, capacity, BLOCK: tl.constexpr,
+    grad_ptr, values_ptr, indices_ptr, spans_ptr, source_ptr, scale_ptr, grad_values_ptr, grad_source_ptr, slope_ptr,
+    slope_source_ptr, stride_g, stride_sm, N, room, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (row): the gradient of each value, and its part in that of scale."""
     row = tl.program_id(0).to(tl.int64)
-    count = tl.load(nnz_ptr + row)
+    start, count, over = row_span(spans_ptr, row, tl.num_programs(0), room)
     grad = tl.load(grad_ptr + row * stride_g).to(tl.float32)
-    fits = count <= capacity
-    for first in range(0, capacity, BLOCK):
-        value, scale = load_slots(
-            values_ptr, indices_ptr, scale_ptr, row, first, tl.where(fits, count, 0), N, capacity, BLOCK
-        )
-        bent = tanh(value * scale)
-        flow = grad * (1 - bent * bent)
-        slots = first + tl.arange(0, BLOCK)
-        tl.store(grad_values_ptr + row * capacity + slots, flow * scale, mask=slots < capacity)
-        tl.store(slope_ptr + row * capacity + slots, flow * value, mask=slots < capacity)
+    if not over:
+        for first in range(0, count, BLOCK):
+            value, scale = load_slots(values_ptr, indices_ptr, scale_ptr, start, first, count, N, BLOCK)
+            bent = tanh(value * scale)
+            flow = grad * (1 - bent * bent)
+            slots = first + tl.arange(0, BLOCK)
+            tl.store(grad_values_ptr + start + slots, flow * scale, mask=slots < count)
+            tl.store(slope_ptr + start + slots, flow * value, mask=slots < count)
     if source_ptr is not None:
-        if count > capacity:
+        if over:
             for first in range(0, N, BLOCK):
                 value, scale = load_columns(source_ptr, scale_ptr, row, stride_sm, first, N, BLOCK)
                 bent = tanh(value * scale)
@@ -95,32 +95,32 @@ def _tanh_l0_bwd_kernel(
                 tl.store(slope_source_ptr + row * N + columns, flow * value, mask=columns < N)
 
 
-def tanh_l0(values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
+def tanh_l0(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
     """Operator `sae_tanh_l0` -> float32 [M]."""
-    (m, capacity), n = values.shape, scale.shape[0]
+    m, room, n = spans.shape[1], values.shape[0], scale.shape[0]
     out = torch.empty(m, dtype=torch.float32, device=values.device)
     if m:
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        args = (values, indices, nnz, source, scale, out, stride, n, capacity)
+        args = (values, indices, spans, source, scale, out, stride, n, room)
         _tanh_l0_fwd_kernel((m, 1, 1), args, {"BLOCK": 256}, num_warps=2)
     return out
 
 
 def tanh_l0_bwd(
-    grad: Tensor, values: Tensor, indices: Tensor, nnz: Tensor, source: Tensor | None, scale: Tensor
+    grad: Tensor, values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, scale: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and in the dtype of scale the terms of its own."""
-    (m, capacity), n = values.shape, scale.shape[0]
-    grad_values, slope = torch.empty_like(values), torch.empty_like(values, dtype=scale.dtype)
+    m, room, n = spans.shape[1], values.shape[0], scale.shape[0]
+    grad_values, slope = torch.zeros_like(values), torch.zeros_like(values, dtype=scale.dtype)
     # Zero in all other rows, for gradients of one source are added up.
     dense = values.new_zeros(0 if source is None else m, n)
     slope_source = torch.empty_like(dense, dtype=scale.dtype)
     if m:
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        args = (grad, values, indices, nnz, source, scale, grad_values, dense, slope, slope_source)
-        _tanh_l0_bwd_kernel((m, 1, 1), (*args, grad.stride(0), stride, n, capacity), {"BLOCK": 256}, num_warps=2)
+        args = (grad, values, indices, spans, source, scale, grad_values, dense, slope, slope_source)
+        _tanh_l0_bwd_kernel((m, 1, 1), (*args, grad.stride(0), stride, n, room), {"BLOCK": 256}, num_warps=2)
     return grad_values, dense, slope, slope_source
 
 
