@@ -11,11 +11,11 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
-from gossamer.rowsparse._triton._rows import overflowed
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse._triton.matmul import launch_matmul
 from gossamer.rowsparse._triton.overflow import Overflow, dot, summed_apart
+from gossamer.rowsparse._triton.spans import overflowed
 
 
 @launch.kernel

@@ -20,11 +20,11 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import matmul_dense
 from gossamer.rowsparse._triton.overflow import Overflow
 from gossamer.rowsparse._triton.pack import even_length, is_even
+from gossamer.rowsparse._triton.spans import row_span
 from gossamer.rowsparse.matmul_path import choose_path, gather_tile
 
 LONG = 64

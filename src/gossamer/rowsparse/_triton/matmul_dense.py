@@ -13,8 +13,8 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ranges import span
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.spans import row_span
 from gossamer.rowsparse._triton.unpack import unpack
 from gossamer.rowsparse.dense_product import dense_product, padded
 from gossamer.rowsparse.matmul_path import rows_at_once

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import sampled_matmul_dense
+from gossamer.rowsparse._triton.spans import row_span
 from gossamer.rowsparse.matmul_path import choose_sampled_path
 
 

@@ -12,8 +12,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.spans import row_span
 
 
 @triton.jit
