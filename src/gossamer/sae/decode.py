@@ -18,7 +18,7 @@ from gossamer.rowsparse.matmul import check_weight, gradients, multiply, repeat,
 from gossamer.rowsparse.records import SampledMatmul, TransposeKeys
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
-from gossamer.sae.decode_path import PATHS, break_even, choose_path, lists_path, named, path_of
+from gossamer.sae.decode_path import PATHS, break_even, choose_path, named, path_of
 from gossamer.sae.records import SaeDecode, SaeDecodeLists
 
 _checked: Checked[int] = Checked()
@@ -189,8 +189,6 @@ def _sae_decode() -> Any:
     SaeDecodeLists,
     cpu=_cpu.decode_lists,
     fake=_fake_lists,
-    choose_path=lists_path,
-    paths={"lists": PATHS["lists"]},
     backward=_backward,
     saved=("acts", "weight", "bias"),
     keep=lambda call, results: results[1:],

@@ -5,12 +5,12 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer._core import operator, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.rowsparse.dense_product import START, dense_seconds
 from gossamer.rowsparse.matmul_path import entry_seconds, step_seconds
-from gossamer.sae.records import SaeDecode, SaeDecodeLists
+from gossamer.sae.records import SaeDecode
 
 Path = Literal["torch", "dense", "lists", "one_launch"]
 Listed = Literal["lists", "one_launch"]
@@ -18,9 +18,9 @@ PATHS: dict[Listed, str] = {
     "one_launch": "few rows, and no gradient: one launch lists entries and multiplies them",
     "lists": "all other calls: entries are listed, and go through `rowsparse.matmul`",
 }
-PATHS_OF_CALLS = {
+operator.PATHS["sae.decode"] = {
     "dense": "a plain product that takes hardly longer than a launch, or less than twice the time to look through the "
-    "latents: PyTorch's product"
+    "latents: PyTorch's product",
 }
 
 
@@ -46,11 +46,6 @@ def named(path: str) -> AbstractContextManager[Any]:
 def path_of(call: SaeDecode) -> Listed:
     """The path of a call of the operator, to which no plain product is left."""
     return "one_launch" if one_launch(*call.acts.shape) else "lists"
-
-
-def lists_path(call: SaeDecodeLists) -> Literal["lists"]:
-    """The path of a call that keeps its lists."""
-    return "lists"
 
 
 def break_even(m: int, n: int, d: int, weight: Tensor) -> int:
