@@ -129,7 +129,7 @@ def _adapt(n: int, block: int, to: int, sparsity: int, dtype: torch.dtype) -> Ca
 
     return Case(
         room="blocksparse",
-        name="adapt",
+        name="adapt_layout",
         parameters={"n": n, "block": block, "to": to, "sparsity": sparsity},
         dtype=dtype,
         make=_make(n, block, sparsity, dtype, 1),
@@ -138,7 +138,7 @@ def _adapt(n: int, block: int, to: int, sparsity: int, dtype: torch.dtype) -> Ca
             *peers.blksprs(
                 "blksprs",
                 prepare=lambda bs, x, mask: (bs.ops.to_sparse(x, mask, block), mask, block, to),
-                call=lambda bs, *given: bs.ops.adapt(*given),
+                call=lambda bs, *given: bs.ops.adapt_layout(*given),
                 result=lambda bs, out, x, mask: bs.ops.to_dense(*out, to),
             ),
         ),

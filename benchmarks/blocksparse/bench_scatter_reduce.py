@@ -1,4 +1,4 @@
-"""`blocksparse.scatter_reduce` along columns at the published sizes: batch 4, n x n, source and index 0 to 75% sparse,
+"""`blocksparse.scatter` along columns at the published sizes: batch 4, n x n, source and index 0 to 75% sparse,
 the target without sparse blocks."""
 
 from __future__ import annotations

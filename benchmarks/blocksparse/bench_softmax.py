@@ -118,7 +118,7 @@ def transpose_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: 
         providers=(
             Provider(
                 "gossamer",
-                blocksparse.transpose,
+                lambda x: x.mT,
                 ours=True,
                 prepare=lambda x, mask: (peers.from_dense(x, mask),),
                 result=peers.to_dense,

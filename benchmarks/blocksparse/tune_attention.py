@@ -31,6 +31,7 @@ from gossamer.blocksparse._gluon.attention_backward import Tiles
 from gossamer.blocksparse._triton import attention as general
 from gossamer.blocksparse._triton import attention_backward as general_backward
 from gossamer.blocksparse.attention_path import Problem
+from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
 CUDA = tune.DEVICE.type == "cuda"
 DTYPE = torch.bfloat16 if CUDA else torch.float32
@@ -77,28 +78,22 @@ class Inputs:
     problem: Problem
 
     @property
-    def lists(self) -> tuple[Tensor, ...]:
-        x = self.layout
-        return x.row_offsets, x.col_indices, x.row_indices, x.col_offsets, x.transpose_order, x.positions
-
-    def operands(self, tile: Any) -> Any:
-        none = None, None, None
-        return general.operands(self.problem, self.q, self.k, self.v, *none, self.lengths, None, tile, self.problem.d)
+    def call(self) -> BlocksparseAttention:
+        given: Any = self.layout.buffer, self.layout.form, (0, 1), self.problem.causal, self.problem.scale
+        return BlocksparseAttention(self.q, self.k, self.v, None, None, None, self.lengths, *given)
 
     def forward(self, tile: Tile | None) -> tuple[Tensor, Tensor]:
         if tile is None:
-            given = self.operands(general.tile_of(self.problem.d, DTYPE.itemsize, self.problem.block))
-            return general.launch_attention_fwd(self.problem, given, *self.lists[:2])
-        given = self.q, self.k, self.v, *self.lists[:2], None, self.lengths
-        return hopper.launch_attention_fwd(self.problem, *given, tile=tile)[:2]
+            return general.launch_attention_fwd(general.operands(self.call, general.tile_of))
+        return hopper.launch_attention_fwd(self.call, tile)[:2]
 
     def backward(self, tiles: Tiles | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         stats, _ = general_backward.attention_stats(out, self.grad, lse, None)
+        call: Any = BlocksparseAttentionBwd(self.grad, None, out, lse, *self.call, False, False)
         if tiles is None:
-            given = self.operands(general_backward.tile_of(self.problem.d, DTYPE.itemsize, self.problem.block))
-            return general_backward.launch_attention_bwd(self.problem, given, self.grad, stats, self.lists)
-        given = self.q, self.k, self.v, self.grad, stats, self.lists, None, self.lengths
-        return hopper_backward.launch_attention_bwd(self.problem, *given, tiles=tiles)[:3]
+            given = general.operands(call, general_backward.tile_of)
+            return general_backward.launch_attention_bwd(given, self.grad, stats)
+        return hopper_backward.launch_attention_bwd(call, self.grad, stats, tiles)[:3]
 
     def calls(self) -> dict[str, tune.Calls]:
         """Of each pass, by tile."""

@@ -1,4 +1,4 @@
-"""Tiles of `blocksparse.scatter_reduce` beside each other, for `TILES` beside the kernel.
+"""Tiles of `blocksparse.scatter` beside each other, for `TILES` beside the kernel.
 
 Usage: python -m benchmarks.blocksparse.tune_scatter_reduce. Needs a GPU; with GOSSAMER_INTERPRET=1 it compares the
 tiles at a small size and measures nothing of worth. Sums along the rows and the columns of a full matrix, of sources in
@@ -15,6 +15,7 @@ import torch
 from benchmarks import tune
 from benchmarks.peers import block_sparse as peers
 from gossamer import blocksparse
+from gossamer.blocksparse import scatter_path
 from gossamer.blocksparse._triton import scatter_reduce as kernels
 
 CUDA = tune.DEVICE.type == "cuda"
@@ -38,7 +39,7 @@ def calls(n: int, block: int, dim: int) -> tune.Calls:
     index, src = (blocksparse.from_dense(x, layout) for x in (index, peers.random_dense(n, mask, DTYPE, generator)))
     call = lambda: blocksparse.scatter(whole, dim, index, src, "sum").values  # noqa: E731
     axis = 1 if dim == -2 else 2
-    lines: tune.Change = kernels, "choose_path", lambda *_: "lines"
+    lines: tune.Change = scatter_path, "path_for", lambda *_: "lines"
     changed: dict[str, tune.Change] = {str(tile): (kernels, "TILES", kernels.TILES | {axis: tile}) for tile in TILES}
     return {"shipped": call, **{name: tune.under(call, lines, change) for name, change in changed.items()}}
 

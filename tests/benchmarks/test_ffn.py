@@ -32,7 +32,7 @@ def test_training_cases_are_right(device: torch.device) -> None:
         outcomes = {o.provider.name: o.status for o in result.outcomes}
         assert not result.failed and outcomes["gossamer"] == outcomes["gossamer, lists"] == outcomes["dense"] == "ok"
     reported = {(c.name, *c.parameters.values()) for c in bench_training.cases(CUDA, False)}
-    assert {r[1:] for r in reported if r[4] == 29} == {
+    assert {r[1:5] for r in reported if r[4] == 29} == {
         (16384, 2048, 5632, 29),
         (8192, 2048, 5632, 29),
         (16384, 2048, 8192, 29),

@@ -35,7 +35,7 @@ STEPS: dict[str, Step] = {
     "layer_norm": _norm,
     "rms_norm": lambda x, vector: blocksparse.rms_norm(x, vector).to_dense(),
     "arithmetic": lambda x, vector: (1 / (x * x + 1).sqrt() + 2**x).to_dense() * vector,
-    "rowwise": lambda x, vector: blocksparse.apply_rowwise(x, lambda rows: rows.cumsum(-1)).to_dense() * vector,
+    "rowwise": lambda x, vector: blocksparse.from_dense(x.to_dense().cumsum(-1), x.layout).to_dense() * vector,
 }
 
 

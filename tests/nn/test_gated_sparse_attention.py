@@ -100,7 +100,7 @@ def test_selects_units(device: torch.device) -> None:
     taken = selection.to_mask()[:, 0]
     assert torch.equal(taken[:, 99], taken[:, 99, ::4].repeat_interleave(4, 1)) and bool((taken.sum(-1) <= 24).all())
     assert bool((taken[:, 23::4].sum(-1) == 24).all())
-    with pytest.raises(NotImplementedError, match=r"units of keys are not implemented\. Use granularity=1"):
+    with pytest.raises(NotImplementedError, match=r"granularity=1 is implemented alone"):
         reference(x.double())
     reference.granularity = 1
     torch.testing.assert_close(ours(x).double(), reference(x.double(), selection=selection), rtol=1e-4, atol=1e-5)

@@ -48,7 +48,9 @@ def test_gradients(kind: str, reentrant: bool, device: torch.device) -> None:
 
             if checkpointed and reentrant and kind != "step":
                 # Its two runs have nothing in common that the second could find.
-                with pytest.raises(RuntimeError, match=r"nn\.\w+: a checkpoint computes again .* use_reentrant=False"):
+                with pytest.raises(
+                    RuntimeError, match=r"nn\.\w+: a checkpoint computes a call again .* use_reentrant=False"
+                ):
                     checkpoint(loss, batches[0][0].requires_grad_(), *batches[0][1:], use_reentrant=True).backward()
                 return
             losses = [
