@@ -97,7 +97,7 @@ def multiply(
     ):
         checks.same_dtype(operator, argument, lists[0], **{name: weight})
         given = (source.x, source.weight, source.bias, source.threshold)
-        return matmul_linear(MatmulLinear(*lists, *given, weight, bias, out_dtype))
+        return matmul_linear(MatmulLinear._make((*lists, *given, weight, bias, out_dtype)))
     values, indices, spans, dense = parts(operator, rows, argument)
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]

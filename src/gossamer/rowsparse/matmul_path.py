@@ -14,13 +14,13 @@ from gossamer.rowsparse.dense_product import dense_seconds
 
 Path = Literal["gather", "dense"]
 operator.PATHS["rowsparse.matmul"] = {
-    "dense": "rows whose slots promise so many entries that the dense product of unpacked rows takes less time: entries "
-    "are unpacked, and PyTorch multiplies",
+    "dense": "rows whose slots promise so many entries that a dense product takes less time: entries are unpacked, and "
+    "PyTorch multiplies",
     "gather": "all other calls: each row gathers the weight rows of its entries",
 }
 operator.PATHS["rowsparse.sampled_matmul"] = {
-    "dense": "a pattern with so many entries that the dense product takes less time: PyTorch multiplies, and products are "
-    "picked",
+    "dense": "a pattern with so many entries that a dense product takes less time: PyTorch multiplies, and products "
+    "are picked",
     "gather": "all other calls: each entry's two rows are multiplied",
 }
 

@@ -78,8 +78,8 @@ def one_program_a_row(m: int, n: int) -> bool:
 
 def unpack(rows: Rows) -> Tensor:
     """`Rows.to_dense`"""
-    *lists, source = parts("rowsparse.Rows.to_dense", rows)
-    return unpack_operator(Unpack(*lists, source, rows.num_columns)).reshape(rows.shape)
+    dense: Tensor = unpack_operator(Unpack(*parts("rowsparse.Rows.to_dense", rows), rows.num_columns))
+    return dense.reshape(rows.shape)
 
 
 def default_capacity(n: int) -> int:

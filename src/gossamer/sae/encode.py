@@ -236,6 +236,7 @@ def check_capacity(operator: str, activation: Parameters, capacity: int | str | 
 
 def _fake(call: SaeEncode) -> tuple[Tensor, ...]:
     weight, (m, n), capacity = call.weight, (call.x.shape[0], call.weight.shape[1]), call.capacity
+    room: Any
     if call.activation in ("topk", "batchtopk"):
         room, keeps = m * call.k, False
     elif capacity is None:

@@ -14,8 +14,8 @@ from gossamer.rowsparse.density import Density
 
 Path = Literal["torch", "tiles", "list", "bound", "topk", "batch"]
 operator.PATHS["sae.encode"] = {
-    "tiles": "ReLU or JumpReLU without gradients on Hopper, 16 bits, from 512 rows and 2^25 pre-activations on, and few "
-    "full rows: `gemm.linear_pack`",
+    "tiles": "ReLU or JumpReLU without gradients on Hopper, 16 bits, from 512 rows and 2^25 pre-activations on, and "
+    "few full rows: `gemm.linear_pack`",
     "list": "all other calls with ReLU or JumpReLU: a product, and one pass that lists entries",
     "bound": "TopK of many rows on Hopper: the product packs entries above a bound of each row, and the k largest are "
     "selected from them",

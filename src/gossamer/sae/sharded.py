@@ -224,7 +224,7 @@ class _SelectAmongRanks(torch.autograd.Function):
         refuse_second("sae.encode")
         x, weight, bias, b_dec, *kept = ctx.saved_tensors
         call = SaeEncode(x, weight, bias, b_dec, None, "batchtopk", ctx.k, 0.0, None, None, False)
-        needs: Any = SaeEncode(*ctx.needs_input_grad[:4], *(False,) * 7)
+        needs: Any = SaeEncode._make((*ctx.needs_input_grad[:4], *(False,) * 7))
         found = encode_backward(call, kept, grads, needs)
         return *map(found.get, SaeEncode._fields[:4]), *(None,) * 4
 

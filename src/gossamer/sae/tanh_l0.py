@@ -56,11 +56,11 @@ def _backward(call: SaeTanhL0, kept: Any, grads: Any, needs: Any) -> dict[str, T
     grad_values, grad_source, slope, slope_source = _tanh_l0_bwd(SaeTanhL0Bwd(grad, *call))
     grad_scale = None
     if needs.scale:
-        columns = transpose_keys(TransposeKeys(indices, spans, scale.shape[0]))
+        offsets, keys, columns = transpose_keys(TransposeKeys(indices, spans, scale.shape[0]))
         none = grad.new_zeros(1).expand(spans.shape[1])
         stored = slope_source if source is None else source
         sums = sum_gradients_by_column(
-            SaeEncodeBwdColumns(slope, slope_source, none, *columns, values, spans, stored, None, 0.0)
+            SaeEncodeBwdColumns(slope, slope_source, none, offsets, keys, columns, values, spans, stored, None, 0.0)
         )
         grad_scale = sums[0].to(scale.dtype)
     return {"values": grad_values, "source": None if source is None else grad_source, "scale": grad_scale}
