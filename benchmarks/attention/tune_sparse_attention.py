@@ -23,6 +23,7 @@ from gossamer.attention import Selection, indexer_loss, sparse_attention, sparse
 from gossamer.attention._triton import sparse_attention as forward
 from gossamer.attention._triton import sparse_attention_bwd as backward
 from gossamer.attention._triton.sparse_attention import Tile
+from gossamer.attention.records import SparseAttentionBwd
 from gossamer.attention.sparse_attention import Path as Way
 
 CUDA = tune.DEVICE.type == "cuda"
@@ -62,17 +63,20 @@ class Inputs:
         self.selection = random_selection(t, k, device=device, generator=generator)
         with torch.no_grad():
             self.out, self.lse = sparse_attention(self.q, self.k, self.v, self.selection, return_lse=True)
-        given = (self.grad, self.q, self.out, self.lse, None)
-        self.rows, self.grad, self.q = backward.row_statistics(*given)
+        self.rows, self.grad, self.q = backward.row_statistics(self.call("lists"))
+
+    def call(self, path: Way) -> SparseAttentionBwd:
+        attended = (self.grad, None, self.q, self.k, self.v, self.out, self.lse)
+        return SparseAttentionBwd(*attended, self.selection.words, None, D**-0.5, True, path)
 
     def run(self, kind: str, path: Way) -> Any:
-        given = (self.grad, self.q, self.k, self.v, self.rows, self.selection.words, None, D**-0.5, True)
         if kind == "forward":
             with torch.no_grad():
                 return sparse_attention(self.q, self.k, self.v, self.selection, path=path)
         if kind == "gradient of q":
-            return backward.query_gradient(*given, path)
-        return (backward.key_gradients if path == "lists" else backward.key_gradients_of_tiles)(*given)
+            return backward.query_gradient(self.call(path), self.rows)
+        of_keys = backward.key_gradients if path == "lists" else backward.key_gradients_of_tiles
+        return of_keys(self.call(path), self.rows)
 
     def calls(self, kind: str, path: Way) -> tune.Calls:
         """By tile."""

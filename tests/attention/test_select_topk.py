@@ -387,7 +387,7 @@ def test_which_kernel_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.native
 def test_bad_input(device: torch.device) -> None:
     given = inputs((1, 2, 3, 4, 8), torch.float32, device)
-    with pytest.raises(ValueError, match="select_topk: give either k or adaptive"):
+    with pytest.raises(ValueError, match="select_topk: either k or adaptive must be given, got neither"):
         select_topk(*given)
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
         select_topk(*given, k=0)

@@ -393,7 +393,7 @@ def test_compiled(compiled: Any, device: torch.device, generator: torch.Generato
         ({"lengths": torch.ones(2).long()}, ValueError, r"lengths must have shape \[B\] = \[1\] like q, got \[2\]"),
         ({"lengths": torch.ones(1)}, TypeError, "lengths must be int32 or int64, got float32"),
         ({"path": "tile"}, ValueError, "path must be one of decode, tiles, lists, .* got 'tile' with 5"),
-        ({"scale": 0.0}, ValueError, "scale must be above 0 and finite, got 0.0. For another sign negate q"),
+        ({"scale": 0.0}, ValueError, "scale must be above 0 and finite, got 0.0. None gives the width"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

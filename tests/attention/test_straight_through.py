@@ -118,7 +118,7 @@ def test_errors() -> None:
     selection = Selection.from_mask(torch.ones(1, 5, 5, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"indexer must be \(q_idx, k_idx, w, bias\), got list"):
         sparse_attention(q, k, v, selection, indexer=indexer)  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match=r"w must have shape \[B, T, n\] = \[1, 5, 2\] like q_idx"):
+    with pytest.raises(ValueError, match=r"w must have shape \[B, Tq, Hi\] = \[1, 5, 2\] like q_idx"):
         sparse_attention(q, k, v, selection, indexer=(*indexer[:2], indexer[2][:, :4], indexer[3]))
     with pytest.raises(TypeError, match="q_idx and k_idx must have the dtype of q, float32, got float16"):
         sparse_attention(q, k, v, selection, indexer=(indexer[0].half(), *indexer[1:]))

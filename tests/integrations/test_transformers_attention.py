@@ -99,6 +99,10 @@ def test_dense_until_k_and_undone(kind: str, gates: bool, device: torch.device) 
     with pytest.warns(UserWarning, match=rf"unpatch: {type(model).__name__} is not patched; nothing changed"):
         unpatch(model)
     assert torch.equal(logits(model, ids), plain)
+    for call in (train_indexers, indexer_loss, calibrate):
+        lacking = rf"{call.__name__}: model must hold attention of patch_attention, got .* Call integrations"
+        with pytest.raises(ValueError, match=lacking):
+            call(model)
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -197,7 +201,7 @@ def test_the_indexer_learns(device: torch.device) -> None:
     assert losses[39] < 0.8 * losses[0]
     train_indexers(model, None)
     assert (logits(model, ids) - dense).norm() < before
-    with pytest.raises(ValueError, match=r"no forward pass has computed a loss. Call train_indexers"):
+    with pytest.raises(ValueError, match=r"must have computed a loss in a forward pass, got .* Call train_indexers"):
         indexer_loss(model)
 
 

@@ -1,15 +1,18 @@
 """How far an indexer's scores are from attention."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import refuse_second, register, undispatched
+from gossamer._core.operator import register
 from gossamer.attention._torch import indexer_loss as _cpu
+from gossamer.attention.indexer_scores import scale_of
+from gossamer.attention.records import IndexerLoss
 from gossamer.attention.selection import Selection, everything
-from gossamer.attention.sparse_attention import check, check_indexer, scale_of, sparse_attention
+from gossamer.attention.sparse_attention import check, check_indexer, sparse_attention
 
 
 def indexer_loss(
@@ -72,7 +75,8 @@ def indexer_loss(
         selection = everything(q.shape[0], q.shape[2], q.shape[2], q.device)
     check(OPERATOR, q, k, k, selection, lengths)
     check_indexer(OPERATOR, (q_idx, k_idx, w, bias), q, selection)
-    scale, scale_idx = scale_of(OPERATOR, scale, q), scale_of(OPERATOR, scale_idx, q_idx, "scale_idx")
+    scale = scale_of(OPERATOR, scale, q.shape[-1])
+    scale_idx = scale_of(OPERATOR, scale_idx, q_idx.shape[-1], "scale_idx")
     q, k = q.detach(), k.detach()
     if autocast.enabled(q.device):
         q, k, q_idx, k_idx = autocast.cast(q, k, q_idx, k_idx)  # type: ignore[assignment]
@@ -81,36 +85,33 @@ def indexer_loss(
             _, lse = sparse_attention(q, k, k, selection, scale=scale, causal=causal, lengths=lengths, return_lse=True)
     else:
         checks.shape(OPERATOR, "lse", lse, tuple(q.shape[:3]), "[B, H, T]", "like q")
-    given = q, k, lse.detach(), q_idx, k_idx, w, bias
-    call = undispatched(_indexer_loss, *given)
-    return call(*given, selection.words, lengths, scale, scale_idx, causal)[0]
+    given = (q, k, lse.detach(), q_idx, k_idx, w, bias, selection.words, lengths)
+    return _indexer_loss(IndexerLoss(*given, scale, scale_idx, causal))[0]
 
 
 OPERATOR = "attention.indexer_loss"
 
 
-def _fake(q: Tensor, k: Tensor, lse: Tensor, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor, *_: Any) -> Any:
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty((), dtype=wide), *(x.new_empty(x.shape) for x in (q_idx, k_idx, w, bias))
+def _fake(call: IndexerLoss) -> tuple[Tensor, ...]:
+    wide = torch.promote_types(call.q.dtype, torch.float32)
+    return call.q.new_empty((), dtype=wide), *(x.new_empty(x.shape) for x in call.indexer)
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    ctx.save_for_backward(*output[1:])
-    ctx.set_materialize_grads(False)
+def _backward(call: IndexerLoss, kept: Any, grads: Any, needs: Any) -> Mapping[str, Tensor]:
+    made = ((grads[0] * gradient).to(gradient.dtype) for gradient in kept)
+    return dict(zip(("q_idx", "k_idx", "w", "bias"), made))
 
 
-def _backward(ctx: Any, grad: Tensor | None, *of_gradients: Tensor | None) -> tuple[Any, ...]:
-    if any(g is not None for g in of_gradients):
-        refuse_second(OPERATOR)
-    grads = (None if grad is None else (grad * g).to(g.dtype) for g in ctx.saved_tensors)
-    return (None, None, None, *grads, *(None,) * 5)
-
-
-_indexer_loss = register(
-    "indexer_loss(Tensor q, Tensor k, Tensor lse, Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, "
-    "Tensor? lengths, float scale, float scale_idx, bool causal) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+@register(
+    IndexerLoss,
     cpu=_cpu.indexer_loss,
     fake=_fake,
-    setup_context=_context,
     backward=_backward,
+    keep=lambda call, results: results[1:],
+    differentiable=1,
+    once_differentiable=OPERATOR,
 )
+def _indexer_loss() -> Any:
+    from gossamer.attention._triton.indexer_loss import indexer_loss
+
+    return indexer_loss

@@ -1,13 +1,15 @@
 """The gated indexer's scores, as a matrix."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import refuse_second, register, undispatched
+from gossamer._core.operator import register
 from gossamer.attention._torch import indexer_scores as _cpu
+from gossamer.attention.records import IndexerScores, IndexerScoresBackward
 
 
 def indexer_scores(
@@ -58,9 +60,8 @@ def indexer_scores(
     if autocast.enabled(q_idx.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     checks.same_dtype(operator, "q_idx", q_idx, k_idx=k_idx)
-    call = undispatched(_indexer_scores, q_idx, k_idx, w, bias)
     scale = scale_of(operator, scale, q_idx.shape[3])
-    return call(q_idx, k_idx, w, bias, lengths, scale, causal, out_dtype or q_idx.dtype)
+    return _indexer_scores(IndexerScores(q_idx, k_idx, w, bias, lengths, scale, causal, out_dtype or q_idx.dtype))
 
 
 def check_inputs(
@@ -91,51 +92,52 @@ def check_inputs(
         )
 
 
-def scale_of(operator: str, scale: float | None, d: int) -> float:
-    """The scale that is meant."""
+def scale_of(operator: str, scale: float | None, width: int, argument: str = "scale") -> float:
+    """A factor above 0 of products of so many numbers."""
     if scale is None:
-        return max(d, 1) ** -0.5
-    checks.number(operator, "scale", scale, "None gives Di ** -0.5.")
+        return max(width, 1) ** -0.5
+    checks.number(operator, argument, scale, "None gives the width of a head to the power of -0.5.")
     return float(scale)
 
 
-def _fake(q: Tensor, k: Tensor, *rest: Any) -> Tensor:
-    return q.new_empty((q.shape[0], q.shape[2], k.shape[1]), dtype=rest[-1])
+def _fake(call: IndexerScores) -> Tensor:
+    q, k = call.q, call.k
+    return q.new_empty((q.shape[0], q.shape[2], k.shape[1]), dtype=call.out_dtype)
 
 
-def _fake_backward(grad: Tensor, q: Tensor, k: Tensor, w: Tensor, *_: Any) -> tuple[Tensor, ...]:
+def _fake_backward(call: IndexerScoresBackward) -> tuple[Tensor, ...]:
+    q, k, w = call.q, call.k, call.w
     dq, dk, dw = (x.new_empty(x.shape) for x in (q, k, w))
     return dq, dk, dw, q.new_empty((q.shape[1],), dtype=torch.promote_types(q.dtype, torch.float32))
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    q, k, w, bias, lengths, ctx.scale, ctx.causal, _ = inputs
-    ctx.save_for_backward(q, k, w, bias, lengths)
+def _backward(call: IndexerScores, kept: Any, grads: Any, needs: Any) -> Mapping[str, Tensor | None]:
+    made = _indexer_scores_backward(IndexerScoresBackward(grads[0], *call[:-1]))
+    dbias = None if call.bias is None else made[3].to(call.bias.dtype)
+    return {"q": made[0], "k": made[1], "w": made[2], "bias": dbias}
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    refuse_second("attention.indexer_scores")
-    q, k, w, bias, lengths = ctx.saved_tensors
-    # The forward pass has chosen the dtype, whatever a backward pass runs under.
-    with autocast.disabled(grad.device):
-        call = undispatched(_indexer_scores_backward, grad, q, k, w)
-        dq, dk, dw, dbias = call(grad, q, k, w, bias, lengths, ctx.scale, ctx.causal)
-    dbias = None if bias is None else dbias.to(bias.dtype)
-    return dq, dk, dw, dbias, None, None, None, None
+@register(
+    IndexerScores,
+    cpu=_cpu.indexer_scores,
+    fake=_fake,
+    backward=_backward,
+    saved=("q", "k", "w", "bias", "lengths"),
+    once_differentiable="attention.indexer_scores",
+)
+def _indexer_scores() -> Any:
+    from gossamer.attention._triton.indexer_scores import indexer_scores
+
+    return indexer_scores
 
 
-_INPUTS = "Tensor q, Tensor k, Tensor w, Tensor? bias, Tensor? lengths, float scale, bool causal"
-
-_indexer_scores_backward = register(
-    f"indexer_scores_backward(Tensor grad, {_INPUTS}) -> (Tensor, Tensor, Tensor, Tensor)",
+@register(
+    IndexerScoresBackward,
     cpu=_cpu.indexer_scores_backward,
     fake=_fake_backward,
     once_differentiable="attention.indexer_scores",
 )
-_indexer_scores = register(
-    f"indexer_scores({_INPUTS}, ScalarType out_dtype) -> Tensor",
-    cpu=_cpu.indexer_scores,
-    fake=_fake,
-    setup_context=_setup_context,
-    backward=_backward,
-)
+def _indexer_scores_backward() -> Any:
+    from gossamer.attention._triton.indexer_scores import indexer_scores_backward
+
+    return indexer_scores_backward

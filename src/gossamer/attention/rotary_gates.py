@@ -1,13 +1,15 @@
 """What lies between an attention layer's one big projection and attention."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
 from gossamer.attention._torch import rotary_gates as _cpu
+from gossamer.attention.records import RotaryGates, RotaryGatesBwd
 
 
 def rotary_gates(
@@ -62,44 +64,47 @@ def rotary_gates(
     columns = d * (num_heads * (1 + output_gate) + num_kv_heads * (2 + value_gate))
     checks.shape(OPERATOR, "y", y, (*y.shape[:2], columns), "[B, T, N]", "by the heads and gates")
     cos, sin = cos.detach(), sin.detach()
-    call = undispatched(_rotary_gates, y, cos, sin)
-    q, k, v, gate = call(y, cos, sin, num_heads, num_kv_heads, value_gate, output_gate)
+    call = RotaryGates(y, cos, sin, num_heads, num_kv_heads, value_gate, output_gate)
+    q, k, v, gate = _rotary_gates(call)
     return q, k, v, gate if output_gate else None
 
 
 OPERATOR = "attention.rotary_gates"
 
 
-def _fake(y: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, value_gate: bool, output_gate: bool) -> Any:
+def _fake(call: RotaryGates) -> Any:
+    y, cos, _, heads, groups, _, output_gate = call
     b, t, d = *y.shape[:2], cos.shape[-1]
     q, k, v = (y.new_empty(b, t, n, d) for n in (heads, groups, groups))
     return q, k, v, y.new_empty(b, t, heads * d if output_gate else 0)
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    y, cos, sin, *_, ctx.value_gate, _ = inputs
-    ctx.save_for_backward(y, cos, sin)
+def _shapes(call: RotaryGates, results: Any) -> tuple[Any, ...]:
+    return tuple(result.shape for result in results)
 
 
-def _backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-    # Once: what unpacks them for a checkpoint does so a single time.
-    saved = ctx.saved_tensors
-    call = undispatched(_rotary_gates_bwd, *grads, *saved)
-    return (call(*grads, *saved, ctx.value_gate), *(None,) * 6)
+def _backward(call: RotaryGates, kept: Any, grads: Any, needs: Any) -> Mapping[str, Tensor]:
+    dq, dk, dv, dgate = (call.y.new_zeros(shape) if grad is None else grad for grad, shape in zip(grads, kept))
+    return {"y": _rotary_gates_bwd(RotaryGatesBwd(dq, dk, dv, dgate, call.y, call.cos, call.sin, call.value_gate))}
 
 
-_rotary_gates = register(
-    "rotary_gates(Tensor y, Tensor cos, Tensor sin, SymInt heads, SymInt groups, bool value_gate, bool output_gate) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu.rotary_gates,
-    fake=_fake,
-    setup_context=_context,
-    backward=_backward,
-)
-_rotary_gates_bwd = register(
-    "rotary_gates_bwd(Tensor dq, Tensor dk, Tensor dv, Tensor dgate, Tensor y, Tensor cos, Tensor sin, "
-    "bool value_gate) -> Tensor",
+@register(
+    RotaryGates, cpu=_cpu.rotary_gates, fake=_fake, backward=_backward, saved=("y", "cos", "sin"), keep=_shapes,
+    once_differentiable=OPERATOR,
+)  # fmt: skip
+def _rotary_gates() -> Any:
+    from gossamer.attention._triton.rotary_gates import rotary_gates
+
+    return rotary_gates
+
+
+@register(
+    RotaryGatesBwd,
     cpu=_cpu.rotary_gates_bwd,
-    fake=lambda dq, dk, dv, dgate, y, *_: y.new_empty(y.shape),
+    fake=lambda call: call.y.new_empty(call.y.shape),
     once_differentiable=OPERATOR,
 )
+def _rotary_gates_bwd() -> Any:
+    from gossamer.attention._triton.rotary_gates import rotary_gates_bwd
+
+    return rotary_gates_bwd

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_inputs, scale_of
 from gossamer.attention.levels import RULES
+from gossamer.attention.records import SelectTopk
 from gossamer.attention.selection import QUERIES, Selection
 
 WORKSPACE = 256 << 20
@@ -159,18 +161,11 @@ def select_topk(
     _check_granularity(operator, granularity, (least, base, most))
     _check_kept(operator, window, sinks, least, granularity)
     tk = k_idx.shape[1]
-    given = (q_idx, k_idx, w, None if bias is None else bias.float(), lengths)
-    options = (
-        causal,
-        window,
-        sinks,
-        workspace_of(operator, workspace, tk),
-        granularity,
-    )
-    detached = tuple(None if tensor is None else tensor.detach() for tensor in given)
-    call = undispatched(_select_topk, *detached)
-    words = call(*detached, *rule, scale_of(operator, scale, q_idx.shape[3]), *options)
-    return Selection(words, q_idx.shape[2])
+    bias = None if bias is None else bias.detach().float()
+    options = (causal, window, sinks, workspace_of(operator, workspace, tk), granularity)
+    scale = scale_of(operator, scale, q_idx.shape[3])
+    call = SelectTopk(q_idx.detach(), k_idx.detach(), w.detach(), bias, lengths, *rule, scale, *options)
+    return Selection(_select_topk(call), q_idx.shape[2])
 
 
 def _rule(
@@ -178,7 +173,8 @@ def _rule(
 ) -> tuple[Tensor | None, Tensor | None, int, int, int, str, float]:
     """mean, predictor, k, k_min, k_max, rule and temperature."""
     if (k is None) == (adaptive is None):
-        raise ValueError(f"{operator}: give either k or adaptive.")
+        got = "neither" if k is None else "both"
+        raise ValueError(f"{operator}: either k or adaptive must be given, got {got}. k=2048 is the usual one.")
     if adaptive is None:
         assert k is not None
         checks.positive(operator, "k", k, "It is how many keys a query takes.")
@@ -236,15 +232,13 @@ def workspace_of(operator: str, workspace: int | None, tk: int) -> int:
     return workspace
 
 
-def _fake(q: Tensor, k: Tensor, *rest: object) -> Tensor:
+def _fake(call: SelectTopk) -> Tensor:
+    q, k = call.q, call.k
     return q.new_empty((q.shape[0], 1, -(-q.shape[2] // QUERIES), k.shape[1]), dtype=torch.int64)
 
 
-_select_topk = register(
-    "select_topk(Tensor q, Tensor k, Tensor w, Tensor? bias, Tensor? lengths, Tensor? mean, Tensor? predictor, "
-    "SymInt top, SymInt k_min, SymInt k_max, str rule, float temperature, float scale, bool causal, SymInt window, "
-    "SymInt sinks, SymInt workspace, SymInt granularity) -> Tensor",
-    cpu=_cpu.select_topk,
-    strided=("q", "k"),
-    fake=_fake,
-)
+@register(SelectTopk, cpu=_cpu.select_topk, fake=_fake)
+def _select_topk() -> Any:
+    from gossamer.attention._triton.select_topk import select_topk
+
+    return select_topk

@@ -1,15 +1,17 @@
 """Attention over the keys of a selection."""
 
-import math
-from typing import Any, Literal, get_args, overload
+from collections.abc import Mapping
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
 from gossamer.attention._torch import indexer_loss as _indexer
 from gossamer.attention._torch import sparse_attention as _cpu
+from gossamer.attention.indexer_scores import check_inputs, scale_of
+from gossamer.attention.records import SparseAttention, SparseAttentionBwd, StraightThrough
 from gossamer.attention.selection import Selection
 
 MAX_HEAD_DIM = 256
@@ -99,18 +101,18 @@ def sparse_attention(
     torch.Size([1, 2, 3, 8])
     """
     check(OPERATOR, q, k, v, selection, lengths)
-    scale = scale_of(OPERATOR, scale, q)
+    scale = scale_of(OPERATOR, scale, q.shape[-1])
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
     chosen = _path(path, q, selection)
-    given: tuple[Any, ...] = (None,) * 4
-    scale_idx = 1.0
+    call = SparseAttention(
+        q, k, v, selection.words, lengths, None, scale, causal, chosen, None, None, None, None, 1.0
+    )  # fmt: skip
     if indexer is not None:
-        given = _indexer_inputs(indexer, q, selection)
-        scale_idx = max(given[0].shape[3], 1) ** -0.5
-    tensors = (q, k, v, selection.words, lengths)
-    call = undispatched(_sparse_attention, *tensors, *given)
-    out, lse = call(*tensors, scale, causal, chosen, *given, scale_idx)
+        q_idx, k_idx, w, bias = _indexer_inputs(indexer, q, selection)
+        width = max(q_idx.shape[3], 1)
+        call = call._replace(q_idx=q_idx, k_idx=k_idx, w=w, bias=bias, scale_idx=width**-0.5)
+    out, lse = sparse_attention_operator(call)
     return (out, lse) if return_lse else out
 
 
@@ -122,13 +124,16 @@ SHORT = 1024
 """Keys up to which a list costs more to make than it leaves out, if neighbours share few keys."""
 
 
-def choose_path(num_queries: int, num_keys: int) -> Path:
-    """How the GPU goes about it, by what the host knows.
+PATHS: dict[Path, str] = {
+    "decode": "up to 16 queries: it cuts the keys among programs",
+    "tiles": "up to 1,024 keys: flash attention over all keys, in which a bit a score says which key takes part",
+    "lists": "otherwise: it gathers the keys of each group of neighbouring queries by a list",
+}
+"""When the GPU goes each path, if the call names none."""
 
-    - "decode" cuts the keys of a few queries among programs.
-    - "tiles" is flash attention over all keys, in which a bit a score says what takes part: where keys are few.
-    - "lists" gathers the keys of each group of neighbouring queries by a list.
-    """
+
+def choose_path(num_queries: int, num_keys: int) -> Path:
+    """The path of a call, by what the host knows; see `PATHS`."""
     if num_queries <= FEW_QUERIES:
         return "decode"
     return "tiles" if num_keys <= SHORT else "lists"
@@ -144,14 +149,6 @@ def _path(path: str | None, q: Tensor, selection: Selection) -> str:
             f"got {path!r} with {num_queries}. None chooses."
         )
     return path
-
-
-def scale_of(operator: str, scale: float | None, q: Tensor, argument: str = "scale") -> float:
-    """A factor above 0, D ** -0.5 by default."""
-    if scale is None:
-        return 1.0 / math.sqrt(max(q.shape[-1], 1))
-    checks.number(operator, argument, scale, "For another sign negate q.")
-    return float(scale)
 
 
 def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, lengths: Tensor | None) -> None:
@@ -200,13 +197,11 @@ MAX_INDEXER_HEADS = 16
 def check_indexer(operator: str, indexer: IndexerInputs, q: Tensor, selection: Selection) -> None:
     """Shapes and devices fit q and the selection."""
     q_idx, k_idx, w, bias = indexer
-    checks.floating(operator, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
-    checks.same_device(operator, "q", q.device, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
-    (b, _, t, _), n, d = q.shape, q_idx.shape[1] if q_idx.dim() == 4 else 0, q_idx.shape[-1]
-    checks.shape(operator, "q_idx", q_idx, (b, n, t, d), "[B, n, T, d]", "like q")
-    checks.shape(operator, "k_idx", k_idx, (b, t, d), "[B, T, d]", "like q_idx")
-    checks.shape(operator, "w", w, (b, t, n), "[B, T, n]", "like q_idx")
-    checks.shape(operator, "bias", bias, (n,), "[n]", "like q_idx")
+    checks.same_device(operator, "q", q.device, q_idx=q_idx)
+    check_inputs(operator, q_idx, k_idx, w, bias, None, causal=False)
+    (b, _, t, _), n = q.shape, q_idx.shape[1]
+    checks.shape(operator, "q_idx", q_idx, (b, n, t, q_idx.shape[3]), "[B, Hi, T, Di]", "like q")
+    checks.shape(operator, "k_idx", k_idx, (b, t, q_idx.shape[3]), "[B, T, Di]", "like q")
     if selection.words.shape[1] != 1 or selection.num_keys != t:
         raise ValueError(
             f"{operator}: with an indexer, selection must have one scope and as many keys as queries, {t}, got "
@@ -214,7 +209,7 @@ def check_indexer(operator: str, indexer: IndexerInputs, q: Tensor, selection: S
         )
     if q.is_cuda and n > MAX_INDEXER_HEADS:
         raise NotImplementedError(
-            f"{operator}: at most {MAX_INDEXER_HEADS} heads of the indexer run on the GPU, got {n}."
+            f"{operator}: on the GPU q_idx may have at most {MAX_INDEXER_HEADS} heads, got {n}. Use fewer, wider heads."
         )
 
 
@@ -234,78 +229,71 @@ def _indexer_inputs(indexer: IndexerInputs, q: Tensor, selection: Selection) -> 
     return q_idx, k_idx, w, bias
 
 
-def _fake(q: Tensor, k: Tensor, v: Tensor, words: Tensor, *_: Any) -> Any:
+def _fake(call: SparseAttention) -> tuple[Tensor, Tensor]:
+    q = call.q
     b, h, tq, d = q.shape
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(b, tq, h, d).transpose(1, 2), q.new_empty((b, h, tq), dtype=wide)
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    *tensors, ctx.scale, ctx.causal, ctx.path = inputs[:8]
-    ctx.scale_idx = inputs[12]
-    ctx.save_for_backward(*tensors, *output, *inputs[8:12])
-    ctx.set_materialize_grads(False)
+def _path_of(call: SparseAttention) -> Path:
+    return cast(Path, call.path)
 
 
-def _backward(ctx: Any, grad: Tensor | None, grad_lse: Tensor | None) -> tuple[Any, ...]:
-    q, k, v, words, lengths, out, lse, *indexer = ctx.saved_tensors
-    if grad is None and grad_lse is None:
-        return (None,) * 13
+def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mapping[str, Tensor | None]:
+    out, lse = kept
+    grad, grad_lse = grads
     if grad is None:
         grad = torch.zeros_like(out)
-    needed = ctx.needs_input_grad
-    grads: tuple[Any, ...] = (None,) * 3
-    if any(needed[:3]):
-        call = undispatched(_sparse_attention_bwd, grad, grad_lse, q, k, v)
-        grads = call(grad, grad_lse, q, k, v, out, lse, words, lengths, ctx.scale, ctx.causal, ctx.path)
-    scores: tuple[Any, ...] = (None,) * 4
-    if any(needed[8:12]):
-        call = undispatched(_straight_through, grad, grad_lse, q, k, v, *indexer)
-        scores = call(grad, grad_lse, q, k, v, out, lse, *indexer, words, lengths, ctx.scale, ctx.scale_idx, ctx.causal)
-    grads = tuple(g if need else None for g, need in zip((*grads, *scores), (*needed[:3], *needed[8:12])))
-    return (*grads[:3], *(None,) * 5, *grads[3:], None)
+    attended = (grad, grad_lse, call.q, call.k, call.v, out, lse)
+    selected = (call.words, call.lengths, call.scale)
+    made: dict[str, Tensor | None] = {}
+    if needs.q or needs.k or needs.v:
+        steps = _sparse_attention_bwd(SparseAttentionBwd(*attended, *selected, call.causal, call.path))
+        made.update(zip("qkv", steps))
+    if needs.q_idx or needs.k_idx or needs.w or needs.bias:
+        indexer = cast(IndexerInputs, (call.q_idx, call.k_idx, call.w, call.bias))
+        steps = _straight_through(StraightThrough(*attended, *indexer, *selected, call.scale_idx, call.causal))
+        made.update(zip(("q_idx", "k_idx", "w", "bias"), steps))
+    return {name: grad for name, grad in made.items() if getattr(needs, name)}
 
 
-def _fake_bwd(grad: Tensor, grad_lse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> Any:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+@register(
+    SparseAttention,
+    cpu=_cpu.sparse_attention,
+    fake=_fake,
+    choose_path=_path_of,
+    paths=PATHS,
+    backward=_backward,
+    saved=("q", "k", "v", "words", "lengths", "q_idx", "k_idx", "w", "bias"),
+    keep=lambda call, results: results,
+    once_differentiable=OPERATOR,
+)
+def sparse_attention_operator() -> Any:
+    from gossamer.attention._triton.sparse_attention import sparse_attention
+
+    return sparse_attention
 
 
-def _launcher_bwd() -> Any:
+@register(
+    SparseAttentionBwd,
+    cpu=_cpu.sparse_attention_bwd,
+    fake=lambda call: tuple(x.new_empty(x.shape) for x in (call.q, call.k, call.v)),
+    once_differentiable=OPERATOR,
+)
+def _sparse_attention_bwd() -> Any:
     from gossamer.attention._triton.sparse_attention_bwd import sparse_attention_bwd
 
     return sparse_attention_bwd
 
 
-def _fake_through(grad: Tensor, grad_lse: Tensor | None, *rest: Any) -> Any:
-    return tuple(x.new_empty(x.shape) for x in rest[5:9])
-
-
-_SELECTED = "Tensor words, Tensor? lengths, float scale, bool causal, str path"
-_sparse_attention = register(
-    f"sparse_attention(Tensor q, Tensor k, Tensor v, {_SELECTED}, Tensor? q_idx, Tensor? k_idx, Tensor? w, "
-    "Tensor? bias, float scale_idx) -> (Tensor, Tensor)",
-    cpu=_cpu.sparse_attention,
-    # The indexer's inputs are for the gradient alone.
-    strided=("q", "k", "v", "q_idx", "k_idx", "w", "bias"),
-    fake=_fake,
-    setup_context=_context,
-    backward=_backward,
-)
-_sparse_attention_bwd = register(
-    "sparse_attention_bwd(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    f"{_SELECTED}) -> (Tensor, Tensor, Tensor)",
-    cpu=_cpu.sparse_attention_bwd,
-    strided=("grad", "q", "k", "v", "out"),
-    gpu=_launcher_bwd,
-    fake=_fake_bwd,
-    once_differentiable=OPERATOR,
-)
-_straight_through = register(
-    "straight_through(Tensor grad, Tensor? grad_lse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
-    "Tensor q_idx, Tensor k_idx, Tensor w, Tensor bias, Tensor words, Tensor? lengths, float scale, float scale_idx, "
-    "bool causal) -> (Tensor, Tensor, Tensor, Tensor)",
+@register(
+    StraightThrough,
     cpu=_indexer.straight_through,
-    strided=("grad", "q", "out"),
-    fake=_fake_through,
+    fake=lambda call: tuple(x.new_empty(x.shape) for x in call.indexer),
     once_differentiable=OPERATOR,
 )
+def _straight_through() -> Any:
+    from gossamer.attention._triton.indexer_loss import straight_through
+
+    return straight_through

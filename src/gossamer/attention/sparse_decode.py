@@ -1,15 +1,13 @@
 """Attention of a few new queries over selected keys of a long cache."""
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import needs_gradient, register, undispatched
-from gossamer.attention._torch import sparse_decode as _cpu
+from gossamer._core.ops import needs_gradient
+from gossamer.attention.indexer_scores import scale_of
+from gossamer.attention.records import SparseAttention
 from gossamer.attention.selection import Selection
-from gossamer.attention.sparse_attention import FEW_QUERIES, check, scale_of
+from gossamer.attention.sparse_attention import FEW_QUERIES, check, sparse_attention_operator
 
 
 def sparse_decode(
@@ -61,11 +59,11 @@ def sparse_decode(
         raise NotImplementedError(
             f"{OPERATOR}: gradients are not implemented. Use attention.sparse_attention, or torch.no_grad()."
         )
-    scale = scale_of(OPERATOR, scale, q)
+    scale = scale_of(OPERATOR, scale, q.shape[-1])
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
-    call = undispatched(_sparse_decode, q, k, v)
-    out, lse = call(q, k, v, page_table, selection.words, lengths, scale, causal)
+    given = (q, k, v, selection.words, lengths, page_table, scale, causal, "decode")
+    out, lse = sparse_attention_operator(SparseAttention(*given, None, None, None, None, 1.0))
     return (out, lse) if return_lse else out
 
 
@@ -95,18 +93,3 @@ def _check_pages(
     # A stand-in of the whole cache, without memory, for the rules that both share.
     shape = (q.shape[0], k.shape[2], selection.num_keys, k.shape[3])
     check(OPERATOR, q, k.new_empty(()).expand(shape), v.new_empty(()).expand(shape), selection, lengths)
-
-
-def _fake(q: Tensor, *_: Any) -> Any:
-    b, h, tq, d = q.shape
-    wide = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(b, tq, h, d).transpose(1, 2), q.new_empty((b, h, tq), dtype=wide)
-
-
-_sparse_decode = register(
-    "sparse_decode(Tensor q, Tensor k, Tensor v, Tensor? table, Tensor words, "
-    "Tensor? lengths, float scale, bool causal) -> (Tensor, Tensor)",
-    cpu=_cpu.sparse_decode,
-    strided=("k", "v"),
-    fake=_fake,
-)

@@ -218,13 +218,17 @@ class GatedSparseAttention(nn.Module):
     def calibrate_by(self, statistics: Tensor, real: Tensor, share: float = 1.0) -> None:
         """As `calibrate`, by `attention.adaptive_k.score_statistics` of the queries that are real, bool `[B, T]`."""
         if self.adaptive_k is None or self.adaptive_k.rule != "variance":
-            raise ValueError(f'{OPERATOR}.calibrate: only the rule "variance" has something to calibrate.')
+            rule = None if self.adaptive_k is None else self.adaptive_k.rule
+            raise ValueError(
+                f'{OPERATOR}.calibrate: adaptive must be the rule "variance", the only one that has something to '
+                f'calibrate, got {rule!r}. Set adaptive = "variance".'
+            )
         checks.no_sync(f"{OPERATOR}.calibrate", "calibrating", "Calibrate before a graph is captured.")
         real = real & (torch.arange(real.shape[1], device=real.device) >= self.adaptive_k.k_min)
         if not bool(real.any()):
             raise ValueError(
-                f"{OPERATOR}.calibrate: no query sees more than k_min = {self.adaptive_k.k_min} keys. Give longer "
-                "sequences."
+                f"{OPERATOR}.calibrate: x must have a query that sees more than k_min = {self.adaptive_k.k_min} keys, "
+                f"got sequences of up to {real.shape[1]} tokens. Give longer sequences."
             )
         self.adaptive_k.move(statistics[..., 1].where(real, 0).sum() / real.sum(), share)
 
@@ -237,7 +241,10 @@ class GatedSparseAttention(nn.Module):
         """
         adaptive = self.adaptive
         if adaptive is None:
-            raise ValueError(f"{OPERATOR}.numbers_of_keys: adaptive is None; each query takes k_base keys.")
+            raise ValueError(
+                f"{OPERATOR}.numbers_of_keys: adaptive must be a rule, got None, by which each query takes k_base = "
+                f'{self.k_base} keys. Set adaptive to an attention.AdaptiveK, or to "learned".'
+            )
         return numbers_of_keys(self._statistics(x), adaptive, self.granularity)
 
     @torch.no_grad()

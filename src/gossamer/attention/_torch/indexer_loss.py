@@ -9,31 +9,20 @@ import torch
 from torch import Tensor
 
 from gossamer.attention._torch.sparse_attention import logits_gradient, probabilities, row_statistics, selected_blocks
+from gossamer.attention.records import IndexerLoss, StraightThrough
 
 Block = tuple[int, slice, Tensor, Tensor, Callable[[Tensor], Tensor]]
 """(batch, queries, keys, which query takes which key, the scores' gradient by the scores [queries, keys])."""
 
 
-def indexer_loss(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    q_idx: Tensor,
-    k_idx: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    scale_idx: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def indexer_loss(call: IndexerLoss) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_loss` -> (loss, and its gradients of q_idx, k_idx, w and bias)."""
+    q, lengths = call.q, call.lengths
     loss, found = torch.zeros((), dtype=torch.promote_types(q.dtype, torch.float32)), 0
 
     def blocks() -> Iterable[Block]:
         nonlocal loss, found
-        for b, queries, those, theirs, keys, keep in selected_blocks(q, k, words, lengths, causal):
+        for b, queries, those, theirs, keys, keep in selected_blocks(call):
             if lengths is not None:
                 keep = keep[: max(0, int(lengths[b]) - queries.start)]
                 queries = slice(queries.start, queries.start + keep.shape[0])
@@ -41,7 +30,7 @@ def indexer_loss(
                 continue
             some = keep.any(-1, keepdim=True)
             found += int(some.sum())
-            wanted = probabilities(q, k, b, queries, those, theirs, keys, keep, scale, lse).flatten(0, 1).mean(0)
+            wanted = probabilities(call, (b, queries, those, theirs, keys, keep)).flatten(0, 1).mean(0)
 
             def slope(scores: Tensor, wanted: Tensor = wanted, keep: Tensor = keep, some: Tensor = some) -> Tensor:
                 nonlocal loss
@@ -52,47 +41,28 @@ def indexer_loss(
 
             yield b, queries, keys, keep, slope
 
-    indexer = (q_idx, k_idx, w, bias)
-    grads = _gradients(indexer, scale_idx, blocks())
+    grads = _gradients(call.indexer, call.scale_idx, blocks())
     each = 1 / max(found, 1)
-    dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, indexer))
+    dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, call.indexer))
     return loss * each, dqi, dki, dw, db
 
 
-def straight_through(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_idx: Tensor,
-    k_idx: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    scale_idx: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def straight_through(call: StraightThrough) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `straight_through` -> gradients of q_idx, k_idx, w and bias."""
-    delta = row_statistics(grad, out, lse, grad_lse)
+    delta = row_statistics(call)
 
     def blocks() -> Iterable[Block]:
-        for block in selected_blocks(q, k, words, lengths, causal):
+        for block in selected_blocks(call):
             b, queries, _, _, keys, keep = block
-            g = logits_gradient(grad, q, k, v, block, scale, lse, delta)[1].sum((0, 1))
+            g = logits_gradient(call, block, delta)[1].sum((0, 1))
 
             def slope(scores: Tensor, g: Tensor = g) -> Tensor:
                 return g
 
             yield b, queries, keys, keep, slope
 
-    indexer = (q_idx, k_idx, w, bias)
-    grads = _gradients(indexer, scale_idx, blocks())
-    dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, indexer))
+    grads = _gradients(call.indexer, call.scale_idx, blocks())
+    dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, call.indexer))
     return dqi, dki, dw, db
 
 

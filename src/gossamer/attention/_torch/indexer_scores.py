@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from gossamer.attention.records import IndexerScores, IndexerScoresBackward
+
 
 def visible_keys(tq: int, tk: int, causal: bool, lengths: Tensor | None, batch: int, device: torch.device) -> Tensor:
     """int64 [B, Tq]: how many keys, from the first on, each query sees.
@@ -33,17 +35,9 @@ def score_rows(q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: 
     return out
 
 
-def indexer_scores(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def indexer_scores(call: IndexerScores) -> Tensor:
     """Operator `indexer_scores` -> [B, Tq, Tk]."""
+    q, k, w, bias, lengths, scale, causal, out_dtype = call
     (b, _, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
     visible = visible_keys(tq, tk, causal, lengths, b, q.device)
     hidden = torch.arange(tk, device=q.device) >= visible[:, :, None]
@@ -55,17 +49,9 @@ def indexer_scores(
     return out
 
 
-def indexer_scores_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_scores_backward` -> gradients of q, k, w and bias (in the dtype that is computed in)."""
+    grad, q, k, w, bias, lengths, scale, causal = call
     (b, heads, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
     visible = visible_keys(tq, tk, causal, lengths, b, q.device)
     hidden = torch.arange(tk, device=q.device) >= visible[:, :, None]

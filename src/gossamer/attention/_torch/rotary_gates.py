@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from gossamer.attention.records import RotaryGates, RotaryGatesBwd
+
 
 def _sections(y: Tensor, heads: int, groups: int, d: int, value_gate: bool, output_gate: bool) -> tuple[Tensor, ...]:
     widths = [heads * d, groups * d, groups * d, groups * d if value_gate else 0, heads * d if output_gate else 0]
@@ -14,10 +16,9 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-high, low], -1) * sin
 
 
-def rotary_gates(
-    y: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, value_gate: bool, output_gate: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rotary_gates(call: RotaryGates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `rotary_gates` -> (q, k, v, gate)."""
+    y, cos, sin, heads, groups, value_gate, output_gate = call
     working = torch.promote_types(y.dtype, torch.float32)
     d = cos.shape[-1]
     q, k, v, of_v, gate = _sections(y.to(working), heads, groups, d, value_gate, output_gate)
@@ -29,10 +30,9 @@ def rotary_gates(
     return q.to(y.dtype), k.to(y.dtype), v.to(y.dtype, copy=True), gate.to(y.dtype, copy=True)
 
 
-def rotary_gates_bwd(
-    dq: Tensor, dk: Tensor, dv: Tensor, dgate: Tensor, y: Tensor, cos: Tensor, sin: Tensor, value_gate: bool
-) -> Tensor:
+def rotary_gates_bwd(call: RotaryGatesBwd) -> Tensor:
     """Operator `rotary_gates_bwd` -> the gradient of y."""
+    dq, dk, dv, dgate, y, cos, sin, value_gate = call
     working = torch.promote_types(y.dtype, torch.float32)
     heads, d = dq.shape[2:]
     output_gate = dgate.shape[-1] > 0

@@ -12,6 +12,7 @@ from torch import Tensor
 from gossamer.attention._torch.indexer_scores import score_rows, visible_keys, working
 from gossamer.attention._torch.selection import words_of_mask
 from gossamer.attention.levels import LEVELS
+from gossamer.attention.records import SelectTopk, WordsOfMask
 
 
 def index_keys(q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: float) -> Tensor:
@@ -85,27 +86,10 @@ def take(keys: Tensor, visible: Tensor, k: Tensor, recent: Tensor, sinks: int) -
     return mask.scatter_(1, found, torch.arange(most, device=keys.device) < k[:, None])
 
 
-def select_topk(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    mean: Tensor | None,
-    predictor: Tensor | None,
-    top: int,
-    k_min: int,
-    k_max: int,
-    rule: str,
-    temperature: float,
-    scale: float,
-    causal: bool,
-    window: int,
-    sinks: int,
-    workspace: int,
-    granularity: int,
-) -> Tensor:
-    """Operator `select_topk` -> words of a `Selection` of one scope."""
+def select_topk(call: SelectTopk) -> Tensor:
+    """Operator `select_topk`."""
+    q, k, w, bias, lengths, mean, predictor = call[:7]
+    top, k_min, k_max, rule, temperature, scale, causal, window, sinks, workspace, granularity = call[7:]
     (b, _, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
     visible = visible_keys(tq, tk, causal, lengths, b, q.device)
     mask = torch.zeros(b, 1, tq, tk, dtype=torch.bool, device=q.device)
@@ -127,4 +111,4 @@ def select_topk(
             taken = take(keys, columns, wanted, recent, -(-sinks // granularity))
             taken = taken.repeat_interleave(granularity, 1)[:, :tk]
             mask[i, 0, part] = taken & (torch.arange(tk, device=q.device) < seen[:, None])
-    return words_of_mask(mask)
+    return words_of_mask(WordsOfMask(mask))

@@ -3,6 +3,8 @@
 import torch
 from torch import Tensor
 
+from gossamer.attention.records import MaskOfWords, WordsOfMask
+
 _QUERIES = 64
 
 
@@ -10,8 +12,9 @@ def _bits(device: torch.device) -> Tensor:
     return torch.ones(_QUERIES, dtype=torch.int64, device=device) << torch.arange(_QUERIES, device=device)
 
 
-def words_of_mask(mask: Tensor) -> Tensor:
-    """Operator `words_of_mask`: bool [B, S, Tq, Tk] -> int64 [B, S, ceil(Tq / 64), Tk]."""
+def words_of_mask(call: WordsOfMask) -> Tensor:
+    """Operator `words_of_mask`."""
+    (mask,) = call
     b, s, tq, tk = mask.shape
     blocks = -(-tq // _QUERIES)
     out = torch.zeros(b, s, blocks, tk, dtype=torch.int64, device=mask.device)
@@ -22,8 +25,9 @@ def words_of_mask(mask: Tensor) -> Tensor:
     return out
 
 
-def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
-    """Operator `mask_of_words`: the inverse of `words_of_mask`."""
+def mask_of_words(call: MaskOfWords) -> Tensor:
+    """Operator `mask_of_words`."""
+    words, num_queries = call
     b, s, blocks, tk = words.shape
     bits = (words[:, :, :, None, :] & _bits(words.device)[:, None]) != 0
     return bits.reshape(b, s, blocks * _QUERIES, tk)[:, :, :num_queries].clone()

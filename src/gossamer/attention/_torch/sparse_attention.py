@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer.attention.records import IndexerLoss, SparseAttention, SparseAttentionBwd, StraightThrough
+
 QUERIES, PARTS = 64, 2
+Block = tuple[int, slice, slice, slice, Tensor, Tensor]
 
 
 def position(length: int, num_queries: int, num_keys: int) -> int:
@@ -15,12 +18,15 @@ def position(length: int, num_queries: int, num_keys: int) -> int:
     return max(length - num_queries, min(num_keys - num_queries, 0))
 
 
-def selected_blocks(
-    q: Tensor, k: Tensor, words: Tensor, lengths: Tensor | None, causal: bool
-) -> Iterator[tuple[int, slice, slice, slice, Tensor, Tensor]]:
+Call = SparseAttention | SparseAttentionBwd | IndexerLoss | StraightThrough
+
+
+def selected_blocks(call: Call) -> Iterator[Block]:
     """(batch, queries, their heads, heads of keys, keys of the block, which query takes which key) of every block."""
-    (batch, heads, tq, _), (_, groups, tk, _) = q.shape, k.shape
-    scopes = words.shape[1]
+    words, lengths, causal = call.words, call.lengths, call.causal
+    (batch, heads, tq, _), (_, scopes, _, tk) = call.q.shape, words.shape
+    paged = isinstance(call, SparseAttention) and call.table is not None
+    groups = call.k.shape[2 if paged else 1]
     bits = torch.arange(QUERIES)[:, None]
     for b in range(batch):
         end = tk if lengths is None else max(0, min(tk, int(lengths[b])))
@@ -51,116 +57,92 @@ def _folded(x: Tensor, b: int, heads: slice, queries: slice, groups: int, keep: 
     return part.reshape(groups, part[..., 0].numel() // groups, part.shape[-1])
 
 
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-    path: str,
-    *indexer: Any,
-) -> tuple[Tensor, Tensor]:
-    """Operator `sparse_attention` -> (out [B, H, Tq, D], lse [B, H, Tq]); it reads the words alone, and has one way."""
+def sparse_attention(call: SparseAttention) -> tuple[Tensor, Tensor]:
+    """Operator `sparse_attention` -> (out [B, H, Tq, D], lse [B, H, Tq]), in one way for all paths."""
+    q, k, v, table = call.q, call.k, call.v, call.table
     batch, heads, tq, d = q.shape
     working = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(batch, tq, heads, d).transpose(1, 2)
     lse = torch.full((batch, heads, tq), -torch.inf, dtype=working)
-    for b, queries, those, theirs, keys, keep in selected_blocks(q, k, words, lengths, causal):
+    for block in selected_blocks(call):
+        b, queries, those, _, keys, _ = block
         if not len(keys):
             continue
-        s = scores(q, k, b, queries, those, theirs, keys, keep, scale)
+        s = scores(q, k, block, call.scale, table)
         most = s.amax(-1, keepdim=True)
         # A row without keys: anything finite will do.
         most.masked_fill_(most == -torch.inf, 0)
         p = s.sub_(most).exp_()
         total = p.sum(-1, keepdim=True)
-        o = (p.flatten(1, 2) @ v[b, theirs][:, keys].to(working)).view(*p.shape[:3], d)
+        o = (p.flatten(1, 2) @ _rows(v, block, table).to(working)).view(*p.shape[:3], d)
         out[b, those, queries] = (o / total.masked_fill(total == 0, 1)).flatten(0, 1).to(q.dtype)
         lse[b, those, queries] = (most + total.log()).flatten(0, 1)[..., 0]
     return out, lse
 
 
-def scores(
-    q: Tensor, k: Tensor, b: int, queries: slice, those: slice, theirs: slice, keys: Tensor, keep: Tensor, scale: float
-) -> Tensor:
+def _rows(x: Tensor, block: Block, table: Tensor | None = None) -> Tensor:
+    """The rows `[groups, keys, D]` of k or v, or of a pool of pages, that belong to a block."""
+    b, _, _, theirs, keys, _ = block
+    if table is None:
+        return x[b, theirs][:, keys]
+    page = table[b, keys // x.shape[1]].long()
+    first, last = (int(page.min()), int(page.max())) if len(page) else (0, -1)
+    if first < 0 or last >= x.shape[0]:
+        raise ValueError(
+            f"attention.sparse_decode: page_table must name pages in [0, P) with P = {x.shape[0]} for keys that a "
+            f"query takes, got {first} to {last}."
+        )
+    return x[page, keys % x.shape[1], theirs].transpose(0, 1)
+
+
+def scores(q: Tensor, k: Tensor, block: Block, scale: float, table: Tensor | None = None) -> Tensor:
     """Scores of a block, [groups, heads of a group, queries, keys], -inf where a query does not take a key."""
+    b, queries, those, theirs, _, keep = block
     groups = theirs.stop - theirs.start
     folded = _folded(q, b, those, queries, groups, keep)
-    s = folded @ k[b, theirs][:, keys].to(folded.dtype).transpose(1, 2)
+    s = folded @ _rows(k, block, table).to(folded.dtype).transpose(1, 2)
     return s.view(groups, (those.stop - those.start) // groups, *keep.shape).mul_(scale).masked_fill_(~keep, -torch.inf)
 
 
-def probabilities(
-    q: Tensor,
-    k: Tensor,
-    b: int,
-    queries: slice,
-    those: slice,
-    theirs: slice,
-    keys: Tensor,
-    keep: Tensor,
-    scale: float,
-    lse: Tensor,
-) -> Tensor:
+def probabilities(call: Any, block: Block) -> Tensor:
     """Probabilities of a block, laid out like `scores`, from the logarithm of the softmax's denominator."""
-    s = scores(q, k, b, queries, those, theirs, keys, keep, scale)
+    b, queries, those, *_ = block
+    lse, s = call.lse, scores(call.q, call.k, block, call.scale)
     total = lse[b, those, queries].view(*s.shape[:3], 1)
     return s.sub_(total.masked_fill(total == -torch.inf, 0)).exp_()
 
 
-def logits_gradient(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    block: tuple[int, slice, slice, slice, Tensor, Tensor],
-    scale: float,
-    lse: Tensor,
-    delta: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
+def logits_gradient(call: Any, block: Block, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of a block: (probabilities, gradients of the logits, both like `scores`; grad, folded)."""
-    b, queries, those, theirs, keys, keep = block
-    p = probabilities(q, k, *block, scale, lse)
+    b, queries, those, theirs, _, keep = block
+    p, grad, v = probabilities(call, block), call.grad, call.v
     do = _folded(grad, b, those, queries, theirs.stop - theirs.start, keep)
-    dp = (do @ v[b, theirs][:, keys].to(do.dtype).transpose(1, 2)).view_as(p)
+    dp = (do @ _rows(v, block).to(do.dtype).transpose(1, 2)).view_as(p)
     return p, p * (dp - delta[b, those, queries].view(*p.shape[:3], 1)), do
 
 
-def row_statistics(grad: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+def row_statistics(call: Any) -> Tensor:
     """The term that a softmax's gradient subtracts, [B, H, Tq]; 0 for a query that takes no key."""
+    grad, out, lse, grad_lse = call.grad, call.out, call.lse, call.grad_lse
     delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
     if grad_lse is not None:
         delta -= grad_lse
     return delta.masked_fill_(lse == -torch.inf, 0)
 
 
-def sparse_attention_bwd(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-    path: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_attention_bwd` -> gradients of q, k and v."""
+    q, k, v, scale = call.q, call.k, call.v, call.scale
     working = torch.promote_types(q.dtype, torch.float32)
     dq = q.new_zeros(q.shape)
     dk, dv = (torch.zeros(x.shape, dtype=working) for x in (k, v))
-    delta = row_statistics(grad, out, lse, grad_lse)
-    for block in selected_blocks(q, k, words, lengths, causal):
+    delta = row_statistics(call)
+    for block in selected_blocks(call):
         b, queries, those, theirs, keys, keep = block
-        p, ds, do = logits_gradient(grad, q, k, v, block, scale, lse, delta)
+        p, ds, do = logits_gradient(call, block, delta)
         qb = _folded(q, b, those, queries, theirs.stop - theirs.start, keep)
         p, ds = p.flatten(1, 2), ds.flatten(1, 2) * scale
-        dq[b, those, queries] = (ds @ k[b, theirs][:, keys].to(working)).view(*dq[b, those, queries].shape).to(q.dtype)
+        dq[b, those, queries] = (ds @ _rows(k, block).to(working)).view(*dq[b, those, queries].shape).to(q.dtype)
         dv[b, theirs].index_add_(1, keys, p.transpose(1, 2) @ do)
         dk[b, theirs].index_add_(1, keys, ds.transpose(1, 2) @ qb)
     return dq, dk.to(k.dtype), dv.to(v.dtype)

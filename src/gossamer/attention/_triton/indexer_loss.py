@@ -20,6 +20,7 @@ from gossamer._core import launch, tuning
 from gossamer.attention._triton.key_lists import QUERIES, key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
 from gossamer.attention._triton.sparse_attention_bwd import await_entry, row_statistics
+from gossamer.attention.records import IndexerLoss, StraightThrough
 
 BLOCK_N: tl.constexpr = tl.constexpr(32)
 PARTS: tl.constexpr = tl.constexpr(8)
@@ -248,84 +249,48 @@ def _indexer_keys_kernel(
         tile = tl.atomic_add(plan_ptr, 1, sem="relaxed")
 
 
-def indexer_loss(
-    q: Tensor,
-    k: Tensor,
-    lse: Tensor,
-    q_idx: Tensor,
-    k_idx: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    scale_idx: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def indexer_loss(call: IndexerLoss) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_loss` -> (loss, and its gradients of q_idx, k_idx, w and bias)."""
+    q, k, lse, indexer, lengths = call.q, call.k, call.lse, call.indexer, call.lengths
     b, _, t, _ = q.shape
     if q.numel() == 0:
-        dqi, dki, dw, db = (torch.zeros_like(x) for x in (q_idx, k_idx, w, bias))
+        dqi, dki, dw, db = (torch.zeros_like(x) for x in indexer)
         return torch.zeros((), dtype=torch.float32, device=q.device), dqi, dki, dw, db
     lse_idx = torch.empty(b, t, dtype=torch.float32, device=q.device)
     behind = None if lengths is None else torch.arange(t, device=q.device) >= lengths[:, None]
     if behind is not None:
         # An infinite denominator takes a query out of everything.
         lse = lse.masked_fill(behind[:, None], torch.inf)
-    indexer = (q_idx, k_idx, w, bias)
-    attended = (q, k, None, None, lse)
-    scales = (scale, scale_idx)
-    *grads, loss = _gradients(attended, indexer, lse_idx, behind, words, lengths, scales, causal)
+    *grads, loss = _gradients(call, (q, k, None, None, lse), lse_idx, behind)
     each = 1 / lse_idx.isfinite().sum().clamp(min=1)
     dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, indexer))
     return loss.sum() * each, dqi, dki, dw, db
 
 
-def straight_through(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    q_idx: Tensor,
-    k_idx: Tensor,
-    w: Tensor,
-    bias: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    scale_idx: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def straight_through(call: StraightThrough) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `straight_through` -> gradients of q_idx, k_idx, w and bias."""
-    indexer = (q_idx, k_idx, w, bias)
-    if q.numel() == 0 or q_idx.numel() == 0:
+    indexer = call.indexer
+    if call.q.numel() == 0 or call.q_idx.numel() == 0:
         dqi, dki, dw, db = (torch.zeros_like(x) for x in indexer)
         return dqi, dki, dw, db
-    rows, grad, q = row_statistics(grad, q, out, lse, grad_lse)
-    attended = (q, k, v, grad, rows)
-    *grads, _ = _gradients(attended, indexer, None, None, words, lengths, (scale, scale_idx), causal)
+    rows, grad, q = row_statistics(call)
+    *grads, _ = _gradients(call, (q, call.k, call.v, grad, rows))
     dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, indexer))
     return dqi, dki, dw, db
 
 
 def _gradients(
+    call: IndexerLoss | StraightThrough,
     attended: tuple[Tensor | None, ...],
-    indexer: tuple[Tensor, ...],
-    lse_idx: Tensor | None,
-    behind: Tensor | None,
-    words: Tensor,
-    lengths: Tensor | None,
-    scales: tuple[float, float],
-    causal: bool,
+    lse_idx: Tensor | None = None,
+    behind: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Float32 gradients of q_idx, k_idx, w and bias, and losses of queries. `attended` is (q, k, None, None, lse), or
     for a gradient straight through (q, k, v, grad, `row_statistics`). `lse_idx` is filled for the loss, in which the
     queries that are `behind` take no part."""
+    words, lengths, causal, scales = call.words, call.lengths, call.causal, (call.scale, call.scale_idx)
     q, k, v, *_ = attended
-    q_idx, k_idx, w, bias = indexer
+    q_idx, k_idx, w, bias = call.indexer
     assert q is not None and k is not None
     (b, h, t, d), (_, heads, _, di) = q.shape, q_idx.shape
     sigmoids, biases = w.float().sigmoid(), bias.float()

@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.attention._triton._indexer import load_bias, load_gates, load_tile, sigmoid, valid_keys, visible_keys
+from gossamer.attention.records import IndexerScores, IndexerScoresBackward
 
 
 def fast(x: Tensor) -> bool:
@@ -157,17 +158,9 @@ def _ahead(causal: bool, tk: int) -> int:
     return 1 if causal else tk + 1
 
 
-def indexer_scores(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-    out_dtype: torch.dtype,
-) -> Tensor:
+def indexer_scores(call: IndexerScores) -> Tensor:
     """Operator `indexer_scores` -> [B, Tq, Tk]."""
+    q, k, w, bias, lengths, scale, causal, out_dtype = call
     check_width("attention.indexer_scores", q.shape[3], q.element_size())
     b, _, tq, _ = q.shape
     tk = k.shape[1]
@@ -179,17 +172,9 @@ def indexer_scores(
     return out
 
 
-def indexer_scores_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `indexer_scores_backward` -> gradients of q, k, w and bias (float32 [Hi])."""
+def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Operator `indexer_scores_backward` -> gradients of q, k, w and bias (in the dtype that is computed in)."""
+    grad, q, k, w, bias, lengths, scale, causal = call
     b, heads, tq, d = q.shape
     tk = k.shape[1]
     dq, dk, dw = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, w))

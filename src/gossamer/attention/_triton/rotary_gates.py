@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.attention.records import RotaryGates, RotaryGatesBwd
 
 
 @triton.jit
@@ -124,10 +125,9 @@ def slope(x):
 BLOCK_T = 32
 
 
-def rotary_gates(
-    y: Tensor, cos: Tensor, sin: Tensor, heads: int, groups: int, value_gate: bool, output_gate: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def rotary_gates(call: RotaryGates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `rotary_gates` -> (q, k, v, gate)."""
+    y, cos, sin, heads, groups, value_gate, output_gate = call
     b, t, d = *y.shape[:2], cos.shape[-1]
     q, k, v = (y.new_empty(b, t, n, d) for n in (heads, groups, groups))
     gate = y.new_empty(b, t, heads * d if output_gate else 0)
@@ -141,10 +141,9 @@ def rotary_gates(
     return q, k, v, gate
 
 
-def rotary_gates_bwd(
-    dq: Tensor, dk: Tensor, dv: Tensor, dgate: Tensor, y: Tensor, cos: Tensor, sin: Tensor, value_gate: bool
-) -> Tensor:
+def rotary_gates_bwd(call: RotaryGatesBwd) -> Tensor:
     """Operator `rotary_gates_bwd` -> the gradient of y."""
+    dq, dk, dv, dgate, y, cos, sin, value_gate = call
     b, t, heads, d = dq.shape
     groups = dk.shape[2]
     dy = torch.empty_like(y)

@@ -38,6 +38,7 @@ from gossamer.attention._triton._indexer import in_units, load_bias, load_gates,
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
+from gossamer.attention.records import SelectTopk
 
 LEVELS = tl.constexpr(levels.LEVELS)
 COLUMNS = 128
@@ -393,27 +394,10 @@ class _Call:
 
 
 @together
-def select_topk(
-    q: Tensor,
-    k: Tensor,
-    w: Tensor,
-    bias: Tensor | None,
-    lengths: Tensor | None,
-    mean: Tensor | None,
-    predictor: Tensor | None,
-    top: int,
-    k_min: int,
-    k_max: int,
-    rule: str,
-    temperature: float,
-    scale: float,
-    causal: bool,
-    window: int,
-    sinks: int,
-    workspace: int,
-    granularity: int,
-) -> Tensor:
-    """Operator `select_topk` -> words of a `Selection` of one scope."""
+def select_topk(given: SelectTopk) -> Tensor:
+    """Operator `select_topk`."""
+    q, k, w, bias, lengths, mean, predictor = given[:7]
+    top, k_min, k_max, rule, temperature, scale, causal, window, sinks, workspace, granularity = given[7:]
     check_width("attention.select_topk", q.shape[3], q.element_size())
     call = _Call((q, k, w, bias, lengths), scale, causal, top, window, sinks, granularity)
     if call.words.numel():
@@ -437,8 +421,8 @@ def select_topk(
             if rule:
                 wanted = torch.empty(slab.rows, dtype=torch.int32, device=q.device)
                 bounds = (k_min // granularity, top // granularity, k_max // granularity)
-                given = (keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
-                rows_k(*given, granularity)
+                args = (keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
+                rows_k(*args, granularity)
             with span("select_topk/thresholds"):
                 call.find(slab, keys, wanted, of_slab)
             with span("select_topk/words"):

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.attention.records import MaskOfWords, WordsOfMask
 
 
 @triton.jit
@@ -53,8 +54,9 @@ def _mask_of_words_kernel(words_ptr, mask_ptr, Tq, Tk, BLOCK: tl.constexpr):
     tl.store(mask_ptr + at, taken.to(tl.int8), mask=inside)
 
 
-def words_of_mask(mask: Tensor) -> Tensor:
-    """Operator `words_of_mask`: bool [B, S, Tq, Tk] -> int64 [B, S, ceil(Tq / 64), Tk]."""
+def words_of_mask(call: WordsOfMask) -> Tensor:
+    """Operator `words_of_mask`."""
+    (mask,) = call
     b, s, tq, tk = mask.shape
     words = mask.new_empty((b, s, launch.cdiv(tq, 64), tk), dtype=torch.int64)
     if words.numel():
@@ -63,8 +65,9 @@ def words_of_mask(mask: Tensor) -> Tensor:
     return words
 
 
-def mask_of_words(words: Tensor, num_queries: int) -> Tensor:
-    """Operator `mask_of_words`: the inverse of `words_of_mask`."""
+def mask_of_words(call: MaskOfWords) -> Tensor:
+    """Operator `mask_of_words`."""
+    words, num_queries = call
     b, s, blocks, tk = words.shape
     mask = words.new_empty((b, s, num_queries, tk), dtype=torch.bool)
     if mask.numel():

@@ -25,6 +25,7 @@ from gossamer._core.compiling import together
 from gossamer._core.ranges import span
 from gossamer.attention._triton.key_lists import QUERIES, key_lists, not_behind, positions
 from gossamer.attention._triton.sparse_decode import sparse_decode
+from gossamer.attention.records import SparseAttention, SparseAttentionBwd
 
 LIST_BYTES = 1 << 28
 """Bytes that the lists of one launch may take; more blocks of queries are served by more launches."""
@@ -218,12 +219,13 @@ def group_chunk(words: Tensor, parts: int) -> int:
 
 
 def walks(
-    words: Tensor, lengths: Tensor | None, num_queries: int, causal: bool, parts: int, path: str
+    call: SparseAttention | SparseAttentionBwd, parts: int
 ) -> Iterator[tuple[int, int, Tensor, Tensor | None, int, int]]:
     """For each launch: its first group of queries, how many groups, what the kernel walks, counts or lengths, capacity,
     and the way of walking. Lists take memory, and so may take several launches."""
+    words, lengths, causal, num_queries = call.words, call.lengths, call.causal, call.q.shape[2]
     groups = launch.cdiv(num_queries, parts * QUERIES)
-    if path == "tiles":
+    if call.path == "tiles":
         yield 0, groups, words.view(torch.int32), lengths, words.shape[3], TILES_CAUSAL if causal else TILES
         return
     step = group_chunk(words, parts)
@@ -234,36 +236,25 @@ def walks(
 
 
 @together
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-    path: str,
-    *indexer: Any,
-) -> tuple[Tensor, Tensor]:
+def sparse_attention(call: SparseAttention) -> tuple[Tensor, Tensor]:
     """Operator `sparse_attention` -> (out [B, H, Tq, D] in memory as [B, Tq, H, D], lse [B, H, Tq])."""
+    if call.path == "decode":
+        return sparse_decode(call)
+    q, k, v, words, _, _, scale, *_ = call
     b, h, tq, d = q.shape
     g, tk = k.shape[1:3]
-    if path == "decode":
-        with span("sparse_attention/decode"):
-            return sparse_decode(q, k, v, None, words, lengths, scale, causal)
     out = q.new_empty(b, tq, h, d)
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
     if tk == 0 or d == 0 or out.numel() == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-math.inf)
     q = strided(q)
     k, v = alike(k, v)
-    tile = fwd_tile(q, path)
+    tile = fwd_tile(q, call.path)
     meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
-    for first, groups, walked, ends, capacity, walk in walks(words, lengths, tq, causal, tile.parts, path):
+    for first, groups, walked, ends, capacity, walk in walks(call, tile.parts):
         args = (q, k, v, out, lse, walked, ends, *q.stride()[:3], *k.stride()[:3], first, tq, capacity, h // g, scale)
         meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-        with span(f"sparse_attention/{path}"):
-            _sparse_attention_fwd_kernel((groups, h, b), args, meta, **tile.options())
+        _sparse_attention_fwd_kernel((groups, h, b), args, meta, **tile.options())
     return out.transpose(1, 2), lse
 
 

@@ -34,6 +34,7 @@ from gossamer.attention._triton.sparse_attention import (
     walks,
     wide_product,
 )
+from gossamer.attention.records import SparseAttentionBwd, StraightThrough
 
 
 def query_tile(d: int, element_size: int) -> Tile:
@@ -291,82 +292,51 @@ def _sparse_attention_bwd_kv_kernel(
 
 
 @together
-def sparse_attention_bwd(
-    grad: Tensor,
-    grad_lse: Tensor | None,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-    path: str,
-) -> tuple[Tensor, Tensor, Tensor]:
+def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous."""
+    q, k, v = call.q, call.k, call.v
     if q.numel() == 0 or k.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
-    rows, grad, q = row_statistics(grad, q, out, lse, grad_lse)
-    dq = query_gradient(grad, q, k, v, rows, words, lengths, scale, causal, path)
-    of_keys = key_gradients_of_tiles if path == "tiles" else key_gradients
-    dk, dv = of_keys(grad, q, k, v, rows, words, lengths, scale, causal)
+    rows, grad, q = row_statistics(call)
+    call = call._replace(grad=grad, q=q)
+    dq = query_gradient(call, rows)
+    dk, dv = (key_gradients_of_tiles if call.path == "tiles" else key_gradients)(call, rows)
     return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def row_statistics(
-    grad: Tensor, q: Tensor, out: Tensor, lse: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
+def row_statistics(call: SparseAttentionBwd | StraightThrough) -> tuple[Tensor, Tensor, Tensor]:
     """(float32 [B, H, Tq, 2]: lse in base 2, and what a softmax's gradient subtracts; grad and q, contiguous, 0 for
     queries that take no key)."""
+    grad, q, out = strided(call.grad), strided(call.q), call.out.transpose(1, 2).contiguous()
     b, h, tq, d = grad.shape
     rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)
-    grad, q, out = strided(grad), strided(q), out.transpose(1, 2).contiguous()
     grads, queries = torch.empty(2, b, h, tq, d, dtype=q.dtype, device=q.device)
     strides = (*grad.stride()[:3], *q.stride()[:3])
-    args = (grad, q, out, lse, grad_lse, rows, grads, queries, *strides, tq)
+    args = (grad, q, out, call.lse, call.grad_lse, rows, grads, queries, *strides, tq)
     _row_statistics_kernel((launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
     return rows, grads, queries
 
 
-def query_gradient(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-    path: str,
-) -> Tensor:
-    """Of contiguous grad, q and words."""
+def query_gradient(call: SparseAttentionBwd, rows: Tensor) -> Tensor:
+    """Of contiguous grad and q."""
+    grad, q = call.grad, call.q
     b, h, tq, d = q.shape
-    k, v = alike(k, v)
+    k, v = alike(call.k, call.v)
     dq = torch.empty_like(q)
     tile = query_tile(d, q.element_size())
-    meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
-    for first, groups, walked, ends, capacity, walk in walks(words, lengths, tq, causal, tile.parts, path):
-        args = (q, k, v, grad, dq, rows, walked, ends, *k.stride()[:3], first, tq, capacity, h // k.shape[1], scale)
+    meta = {"SCOPES": call.words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
+    for first, groups, walked, ends, capacity, walk in walks(call, tile.parts):
+        sizes = (*k.stride()[:3], first, tq, capacity, h // k.shape[1], call.scale)
         meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-        _sparse_attention_bwd_q_kernel((groups, h, b), args, meta, **tile.options())
+        _sparse_attention_bwd_q_kernel(
+            (groups, h, b), (q, k, v, grad, dq, rows, walked, ends, *sizes), meta, **tile.options()
+        )
     return dq
 
 
-def key_gradients(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Of contiguous grad, q and words, by lists, in float32."""
+def key_gradients(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of contiguous grad and q, by lists, in float32."""
+    grad, _, q, k, v, _, _, words, lengths, scale, causal, _ = call
     _, h, tq, d = q.shape
     g, tk = k.shape[1:3]
     k, v = k.contiguous(), v.contiguous()
@@ -390,18 +360,9 @@ def key_gradients(
     return dk, dv
 
 
-def key_gradients_of_tiles(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    rows: Tensor,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Of contiguous grad, q and words, by tiles of neighbouring keys, in the dtype of k or in float32."""
+def key_gradients_of_tiles(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Of contiguous grad and q, by tiles of neighbouring keys, in the dtype of k or in float32."""
+    grad, _, q, k, v, _, _, words, lengths, scale, causal, _ = call
     _, h, tq, d = q.shape
     b, g, tk, _ = k.shape
     k, v = k.contiguous(), v.contiguous()

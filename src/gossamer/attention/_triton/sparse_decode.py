@@ -17,6 +17,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.attention._triton.key_lists import not_behind, positions
+from gossamer.attention.records import SparseAttention
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)
 CHUNKS: tl.constexpr = tl.constexpr(16)
@@ -130,17 +131,9 @@ def _sparse_decode_kernel(parts_ptr, out_ptr, lse_ptr, H, Tq, parts, D: tl.const
     tl.store(lse_ptr + token, lse)
 
 
-def sparse_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    table: Tensor | None,
-    words: Tensor,
-    lengths: Tensor | None,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """Operator `sparse_decode` -> (out [B, H, Tq, D] in memory as [B, Tq, H, D], lse [B, H, Tq])."""
+def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
+    """The path "decode" of `sparse_attention` -> (out [B, H, Tq, D] in memory as [B, Tq, H, D], lse [B, H, Tq])."""
+    q, k, v, words, lengths, table, scale, causal, *_ = call
     b, h, tq, d = q.shape
     paged, tk = table is not None, words.shape[3]
     g = k.shape[2 if paged else 1]
@@ -157,7 +150,6 @@ def sparse_decode(
     room = launch.next_power_of_2(launch.cdiv(chunks, cuts)) * BLOCK_N.value
     lists = torch.empty(groups, cuts, 2, room, dtype=torch.int32, device=q.device)
     parts = torch.empty(b, h, tq, cuts, d + 2, dtype=torch.float32, device=q.device)
-    # `sparse_attention`, too, comes here, with q of any strides.
     q, (k, v) = q.contiguous(), _alike(k, v)
     strides = (k.stride(0), *((k.stride(2), k.stride(1)) if paged else k.stride()[1:3]))
     meta = {

@@ -201,8 +201,8 @@ def indexer_loss(model: nn.Module) -> Tensor:
     losses = [module.loss for module in _patched(_LOSS, model).values() if module.loss is not None]
     if not losses:
         raise ValueError(
-            f"{_LOSS}: no forward pass has computed a loss. Call train_indexers(model), and then the model "
-            "without a cache (use_cache=False)."
+            f"{_LOSS}: model must have computed a loss in a forward pass, got {type(model).__name__} whose layers have "
+            "none. Call train_indexers(model), and then the model without a cache (use_cache=False)."
         )
     return torch.stack([loss.to(losses[0].device) for loss in losses]).mean()
 
@@ -230,7 +230,11 @@ def calibrate(model: nn.Module, *args: Any, share: float = 1.0, **kwargs: Any) -
     found = _patched(_CALIBRATE, model).values()
     rules = [module for module in found if module.adaptive_k is not None and module.adaptive_k.rule == "variance"]
     if not rules:
-        raise ValueError(f'{_CALIBRATE}: model must be patched with the rule "variance". Other rules know no variance.')
+        raise ValueError(
+            f'{_CALIBRATE}: model must be patched with adaptive="variance", the only rule that a call calibrates, got '
+            f"{type(model).__name__} with another. Call unpatch(model), then patch_attention(model, "
+            'adaptive="variance").'
+        )
     for module in rules:
         module.calibrates = share
     try:
@@ -587,5 +591,8 @@ def _found(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
 def _patched(operator: str, model: Any) -> dict[str, SparseSelfAttention]:
     found = _found(operator, model)
     if not found:
-        raise ValueError(f"{operator}: model is not patched. Call patch_attention first.")
+        raise ValueError(
+            f"{operator}: model must hold attention of patch_attention, got {type(model).__name__} without one. Call "
+            "integrations.transformers.patch_attention(model) first."
+        )
     return found
