@@ -67,6 +67,23 @@ def test_many_chunks(device: torch.device, generator: torch.Generator, mode: str
     assert_close(out, reference64=exact, plain=plain)
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("g", [4, 6, 3])
+def test_heads_of_k_take_turns(
+    g: int, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At one list of keys; of 3 heads each has its own list, for 3 is odd."""
+    kernels = pytest.importorskip("gossamer.attention._triton.sparse_decode")
+    monkeypatch.setattr(kernels, "WORDS", 1)
+    q, k, v = (x.detach() for x in inputs(2, 2 * g, g, 2, 300, 16, torch.float32, device, generator))
+    mask = random_mask((2, 1, 2, 300), 0.2, generator)
+    lengths = torch.tensor([300, 77], device=device)
+    out, lse = sparse_decode(q, k, v, Selection.from_mask(mask), lengths=lengths, return_lse=True)
+    exact, plain = (dense(*(x.to(t) for x in (q, k, v)), mask, lengths=lengths) for t in (torch.float64, torch.float32))
+    assert_close(out, reference64=exact[0], plain=plain[0])
+    assert_close(lse, reference64=exact[1], plain=plain[1])
+
+
 @pytest.mark.parametrize("page", [-1, 9])
 def test_a_page_outside_of_the_pool(page: int, device: torch.device, mode: str) -> None:
     """One in use raises on the CPU, and gives NaN where the host does not look; one that is not in use is not read."""

@@ -1,9 +1,10 @@
 """Attention of a few new queries over selected keys of a long cache.
 
 With one block of queries a head there are too few programs, so the keys are cut: a program takes every n-th chunk of 64
-keys, for all query heads that share a head of k, 16 rows at least. It lists the keys of its chunks that any query
-takes, with the queries' bits, gathers by this list, and leaves its sums unnormalised, with the largest score that they
-are relative to. A second kernel weighs the parts of each query.
+keys. It lists the keys of its chunks that any query takes, with the queries' bits, gathers by this list, for all query
+heads that share a head of k, 16 rows at least, and leaves its sums unnormalised, with the largest score that they are
+relative to. Where there are so many programs that each reads many words, several heads of k take turns at one list. A
+second kernel weighs the parts of each query.
 
 Keys are rows of a contiguous cache, or of pages of PAGE keys, found through a table.
 """
@@ -22,6 +23,10 @@ from gossamer.attention.records import SparseAttention
 BLOCK_N: tl.constexpr = tl.constexpr(64)
 CHUNKS: tl.constexpr = tl.constexpr(16)
 """Chunks of BLOCK_N keys whose words a program looks at together, at most."""
+PARTS = 64
+"""Programs among which the keys are cut, at most."""
+WORDS = 8192
+"""Words of a program beyond which heads of k take turns."""
 
 
 @triton.jit
@@ -51,62 +56,65 @@ def list_keys(words_ptr, list_ptr, part, parts, end, offset, ROOM: tl.constexpr,
 def _sparse_decode_parts_kernel(
     q_ptr, k_ptr, v_ptr, parts_ptr, words_ptr, lists_ptr, lengths_ptr, table_ptr,
     stride_kb, stride_kh, stride_kt, H, Tk, pages, pool, scale,
-    ROOM: tl.constexpr, GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    ROOM: tl.constexpr, TURNS: tl.constexpr, GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr,
+    TQ: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the keys, HEADS heads of q, batch). stride_kb is a page's where there are pages."""
+    """Program (part of the keys, HEADS heads of q at each of TURNS, batch). stride_kb is a page's where there are
+    pages."""
     BLOCK_M: tl.constexpr = triton.next_power_of_2(max(16, HEADS * TQ))
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     part, parts = tl.program_id(0), tl.num_programs(0)
-    head, batch = tl.program_id(1) * HEADS, tl.program_id(2).to(tl.int64)
+    first, batch = tl.program_id(1) * (TURNS * HEADS), tl.program_id(2).to(tl.int64)
     row = tl.arange(0, BLOCK_M)
-    here, query = head + row // TQ, row % TQ
+    query = row % TQ
     column = tl.arange(0, BLOCK_D)
     wide = (column < D)[None, :]
     inside = (row < HEADS * TQ)[:, None] & wide
-    token = (batch * H + here) * TQ + query
-    q = tl.load(q_ptr + token[:, None] * D + column[None, :], mask=inside, other=0.0)
-    kv_head = (head // GROUP).to(tl.int64)
-    words_ptr += (batch * SCOPES + head * SCOPES // H) * 2 * Tk
+    words_ptr += (batch * SCOPES + first * SCOPES // H) * 2 * Tk
     lists_ptr += ((batch * tl.num_programs(1) + tl.program_id(1)) * parts + part) * 2 * ROOM
     end, offset = positions(lengths_ptr, batch, TQ, Tk)
     count = list_keys(words_ptr, lists_ptr, part, parts, end, offset, ROOM, CAUSAL)
     log2_scale = scale * 1.4426950408889634
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, count, BLOCK_N):
-        slot = start + tl.arange(0, BLOCK_N)
-        # Past the end the last key once more, of whom nobody's bit is set.
-        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
-        word = tl.load(lists_ptr + ROOM + slot, mask=slot < count, other=0)
-        keep = ((word[None, :] >> query[:, None]) & 1) != 0
-        if PAGE > 0:
-            page = tl.load(table_ptr + batch * pages + key // PAGE).to(tl.int64)
-            valid = (page >= 0) & (page < pool)
-            page = tl.where(valid, page, 0)
-            at = page * stride_kb + (key % PAGE).to(tl.int64) * stride_kt
-        else:
-            at = batch * stride_kb + key.to(tl.int64) * stride_kt
-        at = at[:, None] + (kv_head * stride_kh + column)[None, :]
-        k = tl.load(k_ptr + at, mask=wide, other=0.0)
-        v = tl.load(v_ptr + at, mask=wide, other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee")
-        if PAGE > 0:
-            # A page that there is not.
-            s = tl.where(valid[None, :], s, float("nan"))
-        s = tl.where(keep, s, float("-inf"))
-        most = tl.maximum(m, tl.max(s, 1) * log2_scale)
-        finite = tl.where(most == float("-inf"), 0.0, most)
-        p = tl.exp2(s * log2_scale - finite[:, None])
-        shrink = tl.exp2(m - finite)
-        total = total * shrink + tl.sum(p, 1)
-        acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
-        m = most
-    out_ptr = parts_ptr + (token * parts + part) * (D + 2)
-    tl.store(out_ptr[:, None] + column[None, :], acc, mask=inside)
-    tl.store(out_ptr + D, m, mask=row < HEADS * TQ)
-    tl.store(out_ptr + D + 1, total, mask=row < HEADS * TQ)
+    for turn in range(TURNS):
+        head = first + turn * HEADS
+        token = (batch * H + head + row // TQ) * TQ + query
+        q = tl.load(q_ptr + token[:, None] * D + column[None, :], mask=inside, other=0.0)
+        of_head = tl.cast(head // GROUP, tl.int64) * stride_kh + column
+        m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        total = tl.zeros([BLOCK_M], tl.float32)
+        acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        for start in range(0, count, BLOCK_N):
+            slot = start + tl.arange(0, BLOCK_N)
+            # Past the end the last key once more, of whom nobody's bit is set.
+            key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
+            word = tl.load(lists_ptr + ROOM + slot, mask=slot < count, other=0)
+            keep = ((word[None, :] >> query[:, None]) & 1) != 0
+            if PAGE > 0:
+                page = tl.load(table_ptr + batch * pages + key // PAGE).to(tl.int64)
+                valid = (page >= 0) & (page < pool)
+                page = tl.where(valid, page, 0)
+                at = page * stride_kb + (key % PAGE).to(tl.int64) * stride_kt
+            else:
+                at = batch * stride_kb + key.to(tl.int64) * stride_kt
+            at = at[:, None] + of_head[None, :]
+            k = tl.load(k_ptr + at, mask=wide, other=0.0)
+            v = tl.load(v_ptr + at, mask=wide, other=0.0)
+            s = tl.dot(q, k.T, input_precision="ieee")
+            if PAGE > 0:
+                # A page that there is not.
+                s = tl.where(valid[None, :], s, float("nan"))
+            s = tl.where(keep, s, float("-inf"))
+            most = tl.maximum(m, tl.max(s, 1) * log2_scale)
+            finite = tl.where(most == float("-inf"), 0.0, most)
+            p = tl.exp2(s * log2_scale - finite[:, None])
+            shrink = tl.exp2(m - finite)
+            total = total * shrink + tl.sum(p, 1)
+            acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision="ieee")
+            m = most
+        out_ptr = parts_ptr + (token * parts + part) * (D + 2)
+        tl.store(out_ptr[:, None] + column[None, :], acc, mask=inside)
+        tl.store(out_ptr + D, m, mask=row < HEADS * TQ)
+        tl.store(out_ptr + D + 1, total, mask=row < HEADS * TQ)
 
 
 @launch.kernel
@@ -144,16 +152,20 @@ def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
     scopes = words.shape[1]
     # Heads that share both a head of k and a list.
     heads = 1 if scopes == h else h // g
-    groups = b * (h // heads)
     chunks = launch.cdiv(tk, BLOCK_N.value)
-    cuts = max(1, min(chunks, 64, 4 * tuning.programs(q.device) // groups))
+    groups, most, turns = h // heads, 4 * tuning.programs(q.device), 1
+    if scopes == 1 and tk * b * groups > WORDS * most:
+        turns = math.gcd(groups, launch.next_power_of_2(PARTS * b * groups // most))
+    groups //= turns
+    cuts = max(1, min(chunks, PARTS, most // (b * groups)))
     room = launch.next_power_of_2(launch.cdiv(chunks, cuts)) * BLOCK_N.value
-    lists = torch.empty(groups, cuts, 2, room, dtype=torch.int32, device=q.device)
+    lists = torch.empty(b * groups, cuts, 2, room, dtype=torch.int32, device=q.device)
     parts = torch.empty(b, h, tq, cuts, d + 2, dtype=torch.float32, device=q.device)
     q, (k, v) = q.contiguous(), _alike(k, v)
     strides = (k.stride(0), *((k.stride(2), k.stride(1)) if paged else k.stride()[1:3]))
     meta = {
         "ROOM": room,
+        "TURNS": turns,
         "GROUP": h // g,
         "SCOPES": scopes,
         "HEADS": heads,
@@ -164,7 +176,10 @@ def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
     meta["CAUSAL"] = causal
     sizes = (*strides, h, tk, 0 if table is None else table.shape[1], k.shape[0])
     args = (q, k, v, parts, words.view(torch.int32), lists, lengths, table, *sizes, scale)
-    _sparse_decode_parts_kernel((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
+    # Two tiles at a time, or four programs to a multiprocessor.
+    stages, registers = (2, None) if turns == 1 else (1, 128)
+    options = {"num_warps": 4, "num_stages": stages, "maxnreg": registers}
+    _sparse_decode_parts_kernel((cuts, groups, b), args, meta, **options)
     meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
     _sparse_decode_kernel((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
     return out.transpose(1, 2), lse
@@ -179,8 +194,8 @@ def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 EXAMPLES = {
     _sparse_decode_parts_kernel: {
-        "words_ptr": "*i32", "ROOM": 1024, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64,
-        "CAUSAL": True,
+        "words_ptr": "*i32", "ROOM": 1024, "TURNS": 1, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128,
+        "PAGE": 64, "CAUSAL": True,
     },
     _sparse_decode_kernel: {"D": 128, "BLOCK": 64},
 }  # fmt: skip
