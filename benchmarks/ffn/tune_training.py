@@ -26,6 +26,7 @@ from gossamer.ffn.records import SparseTraining, SparseTrainingBwd
 from gossamer.gemm.linear_pack import linear_pack_operator
 from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse.matmul import matmul_operator, sampled_operator
+from gossamer.rowsparse.records import Matmul, SampledMatmul, TransposeKeys
 from gossamer.rowsparse.transpose import transpose_keys
 
 CUDA = tune.DEVICE.type == "cuda"
@@ -98,8 +99,10 @@ class Operands:
         call = LinearPack(self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False)
         values, indices, spans = linear_pack_operator(call)
         if self.up is not None:
-            values = values * sampled_operator(self.x, self.up, indices, spans, None, False, True, None)[0]
-        return matmul_operator(values, indices, spans, None, self.down, None, None)
+            values = (
+                values * sampled_operator(SampledMatmul(self.x, self.up, indices, spans, None, False, True, None))[0]
+            )
+        return matmul_operator(Matmul(values, indices, spans, None, self.down, None, None))
 
     @property
     def operands(self) -> tuple[Any, ...]:
@@ -153,7 +156,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
             ][:, :nnz],
         }
         long_columns, long_offsets = lists.columns.int(), lists.offsets.long()
-        small["transpose_keys"] = lambda: transpose_keys(long_columns, long_offsets, N)[0]
+        small["transpose_keys"] = lambda: transpose_keys(TransposeKeys(long_columns, long_offsets, N))[0]
         for name, call in small.items():
             results.add(f"{label}: {name}", tune.kernels(call))
         results.add(f"{label}: small", tune.replayed(small))

@@ -16,6 +16,7 @@ from benchmarks import tune
 from gossamer import gemm, sae
 from gossamer._core.launch import Plans, Tile
 from gossamer.rowsparse._triton import list_entries, matmul, overflow, pack, sampled_matmul, transpose
+from gossamer.rowsparse.records import TransposeKeys
 from gossamer.sae._triton import decode, encode
 
 CUDA = tune.DEVICE.type == "cuda"
@@ -111,7 +112,7 @@ class Backward:
         self.weight, self.grad = normal(n, d, dtype=dtype), normal(m, d, dtype=dtype)
         self.acts = acts_of(m, n, l0, dtype)
         self.values, self.indices, self.spans = list_entries.list_slots(self.acts, min(n, 512))
-        self.offsets, self.keys, _ = transpose.transpose_keys(self.indices, self.spans, n)
+        self.offsets, self.keys, _ = transpose.transpose_keys(TransposeKeys(self.indices, self.spans, n))
 
 
 def scatter(results: tune.Results) -> None:

@@ -47,6 +47,7 @@ def register(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Operator
     monkeypatch.setattr(ops, "NAMESPACE", "gossamer_test")
     monkeypatch.setattr(ops, "INTERPRET", False)
     monkeypatch.setattr(operator, "OPERATORS", {})
+    monkeypatch.setattr(operator, "PATHS", {})
 
     def make(record: Any, cpu: Any, launcher: Any = None, **options: Any) -> Operator[Any]:
         return operator.register(record, **{"cpu": cpu, "fake": cpu, **options})(launcher or (lambda: cpu))

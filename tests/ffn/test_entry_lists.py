@@ -20,7 +20,7 @@ def test_both_lists(squared: bool, device: torch.device, generator: torch.Genera
     z = torch.where(torch.rand(m, n, device=device, generator=generator) < share, z.abs() + 0.1, 0)
     z[[2, 40]], z[5] = 0, 1
     packed = empty_twell(z, m, n, tile, slots)
-    launch_pack_twell(z, None, True, tile, packed, None, None, None)
+    launch_pack_twell(z, None, tile, packed)
     lists = row_lists(packed, tile, n, limit, room)
     counts = (z != 0).sum(1)
     crowded = torch.stack([part.sum(1) > slots for part in (z != 0).split(tile, 1)]).any(0)

@@ -151,9 +151,7 @@ def test_errors() -> None:
     x = torch.randn(1, 8, 64)
     with pytest.raises(ValueError, match=r'calibrate: adaptive must be the rule "variance".* got .entropy.'):
         layer("entropy").calibrate(x)
-    with pytest.raises(
-        ValueError, match=r"x must have a query that sees more than k_min = 8 keys, got .* 8 tokens"
-    ):
+    with pytest.raises(ValueError, match=r"x must have a query that sees more than k_min = 8 keys, got .* 8 tokens"):
         layer("variance").calibrate(x)
     with pytest.raises(ValueError, match=r"numbers_of_keys: adaptive must be a rule, got None"):
         layer(None).numbers_of_keys(x)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gossamer.rowsparse.dense_transpose import dense_transpose
+from gossamer.rowsparse.records import DenseTranspose
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (1, 1), (1, 70), (70, 1), (64, 64), (130, 67), (3, 300)])
@@ -19,7 +20,7 @@ def test_dense_transpose(
         "padded": drawn[1 : m + 1, 1 : n + 1],
         "strided": drawn[: 2 * m : 2, : 2 * n : 2],
     }[layout]
-    out = dense_transpose(x)
+    out = dense_transpose(DenseTranspose(x))
     assert out.shape == (n, m) and out.is_contiguous() and torch.equal(out, x.t())
     assert not out.numel() or out.data_ptr() != x.data_ptr()
 
@@ -27,5 +28,5 @@ def test_dense_transpose(
 def test_its_gradient(device: torch.device) -> None:
     x = torch.randn(3, 5, device=device, requires_grad=True)
     weights = torch.randn(5, 3, device=device)
-    (dense_transpose(x) * weights).sum().backward()
+    (dense_transpose(DenseTranspose(x)) * weights).sum().backward()
     assert torch.equal(x.grad, weights.t())

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gossamer.rowsparse import matmul, pack, sampled_matmul
+from gossamer.rowsparse.records import Matmul
 from gossamer.testing import assert_close, assert_exact, dense64, random_rows, random_slots
 from tests import strategies
 
@@ -65,7 +66,7 @@ def test_error_budget(
     x = random_rows((m, n), l0=[0, 1, 7, n, 30, 9, 9, 9, 9], dtype=dtype, device=device, generator=generator)
     weight = torch.randn(n, d, device=device, generator=generator).to(dtype)
     added = torch.randn(d, device=device, generator=generator).to(dtype) if bias else None
-    out = matmul_operator(*strategies.pack_as(x, **options).packed, weight, added, None)
+    out = matmul_operator(Matmul(*strategies.pack_as(x, **options).packed, weight, added, None))
     plain = x @ weight if added is None else torch.addmm(added, x, weight)
     reference = x.double() @ weight.double() + (0 if added is None else added.double())
     assert out.dtype is dtype and out.is_contiguous()

@@ -34,11 +34,11 @@ def test_shares_of_few_rows(m: int, dtype: torch.dtype, device: torch.device, mo
     for columns in ([3, 17, 18, 40, 69], [69, 3, 17, 17, -1], [0, 15, 16, 31, 32]):
         indices = torch.tensor(columns, dtype=torch.int32, device=device).repeat(m)
         rows = Rows(values, indices, spans, (m, 70))
-        assert_exact(kernels.unpack(values, indices, spans, None, 70, 80)[:, :70], dense64(rows))
-        assert not kernels.unpack(values, indices, spans, None, 70, 80)[:, 70:].any()
+        assert_exact(kernels.spread(values, indices, spans, None, 70, 80)[:, :70], dense64(rows))
+        assert not kernels.spread(values, indices, spans, None, 70, 80)[:, 70:].any()
     source = torch.arange(70 * m, device=device).to(dtype).view(m, 70)
-    assert_exact(kernels.unpack(values, indices, spans + 5 * m, source, 70, 80)[:, :70], source.double())
-    lost = kernels.unpack(values, indices.clamp(min=-2) - 2, spans, None, 70, 80)
+    assert_exact(kernels.spread(values, indices, spans + 5 * m, source, 70, 80)[:, :70], source.double())
+    lost = kernels.spread(values, indices.clamp(min=-2) - 2, spans, None, 70, 80)
     assert lost[:, 0].isnan().all() and not lost[:, 1:].isnan().any()
 
 

@@ -117,7 +117,7 @@ def register(
         overload = getattr(getattr(torch.ops, ops.NAMESPACE), name).default
         operator = OPERATORS[name] = Operator(record, overload, choose_path, paths or {})
         if paths is not None:
-            PATHS[operator.name] = paths
+            PATHS[operator.name] = {**PATHS.get(operator.name, {}), **paths}
         launch = _launcher(operator, launchers)
         operator._run = {
             "cpu": _without_autocast(launch if ops.INTERPRET else cpu, "cpu"),

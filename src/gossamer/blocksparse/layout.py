@@ -324,7 +324,7 @@ class Layout:
         #.
         .#
         """
-        return replace(self, form=self.form.mT)
+        return Layout(self.lead, self.form.mT, self.buffer, self.filled)
 
     def is_same(self, other: Layout) -> bool:
         """Whether both are one layout, or share its buffer; equal masks are not compared."""

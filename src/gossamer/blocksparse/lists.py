@@ -55,21 +55,20 @@ def aligned(count: int) -> int:
 class Lists:
     """The lists of a layout, views of its buffer, made when they are asked for. `Layout` explains them."""
 
-    __slots__ = ("_own", "buffer", "form")
+    __slots__ = ("_entries", "_other", "_own", "_room", "buffer", "form")
 
-    def __init__(self, buffer: Tensor, form: tuple[int, ...]) -> None:
-        self.buffer, self.form = buffer, Form(*form)
-        self._own = self._half(self.form.cols) if self.form.turned else 0
+    def __init__(self, buffer: Tensor, given: tuple[int, ...]) -> None:
+        form = given if type(given) is Form else Form(*given)
+        self.buffer, self.form, self._room = buffer, form, aligned(form.capacity)
+        entries = 3 * self._room + aligned(form.z * form.rows * form.cols)
+        own, other = aligned(form.z * form.rows + 1), aligned(form.z * form.cols + 1)
+        # Where the half of these lists begins, and that of the transposed ones; and the first list of entries.
+        self._own, self._other = (other + entries, 0) if form.turned else (0, own + entries)
+        self._entries = self._own + own
 
-    def _half(self, lines: int) -> int:
-        form = self.form
-        cells = aligned(form.z * form.rows * form.cols)
-        return aligned(form.z * lines + 1) + 3 * aligned(form.capacity) + cells
-
-    def _entries(self, place: int) -> Tensor:
-        form = self.form
-        start = self._own + aligned(form.z * form.rows + 1) + place * aligned(form.capacity)
-        return self.buffer[start : start + form.capacity]
+    def _list(self, place: int) -> Tensor:
+        start = self._entries + place * self._room
+        return self.buffer[start : start + self.form.capacity]
 
     @property
     def mT(self) -> Lists:
@@ -88,8 +87,7 @@ class Lists:
     @property
     def col_offsets(self) -> Tensor:
         """The `row_offsets` of the transposed layout."""
-        at = 0 if self.form.turned else self._half(self.form.rows)
-        return self.buffer[at : at + self.form.z * self.form.cols + 1]
+        return self.buffer[self._other : self._other + self.form.z * self.form.cols + 1]
 
     @property
     def nnz(self) -> Tensor:
@@ -99,20 +97,19 @@ class Lists:
 
     @property
     def col_indices(self) -> Tensor:
-        return self._entries(0)
+        return self._list(0)
 
     @property
     def row_indices(self) -> Tensor:
-        return self._entries(1)
+        return self._list(1)
 
     @property
     def transpose_order(self) -> Tensor:
-        return self._entries(2)
+        return self._list(2)
 
     @property
     def positions(self) -> Tensor:
-        form = self.form
-        start = self._own + aligned(form.z * form.rows + 1) + 3 * aligned(form.capacity)
+        form, start = self.form, self._entries + 3 * self._room
         return self.buffer[start : start + form.z * form.rows * form.cols]
 
     @property
@@ -120,8 +117,7 @@ class Lists:
         """What `elements.py` says of cut blocks; None where every element takes part."""
         if not self.form.cut:
             return None
-        start = self._half(self.form.rows) + self._half(self.form.cols)
-        return self.buffer[start + (aligned(self.form.capacity) if self.form.turned else 0) :]
+        return self.buffer[length(self.form) + (self._room if self.form.turned else 0) :]
 
     def by(self, columns: bool) -> tuple[Tensor, Tensor | None, Tensor]:
         """(offsets, order, index) of rows, or of columns: a line's entries are blocks, in their own order if None, and
@@ -143,9 +139,9 @@ class Lists:
 
 def length(form: tuple[int, ...]) -> int:
     """int32 of a buffer without elements."""
-    lists = Lists.__new__(Lists)
-    lists.form = Form(*form)
-    return lists._half(lists.form.rows) + lists._half(lists.form.cols)
+    z, rows, cols, *_, capacity, _, _ = form
+    lists = 3 * aligned(capacity) + aligned(z * rows * cols)
+    return aligned(z * rows + 1) + aligned(z * cols + 1) + 2 * lists
 
 
 def half_of(form: Form, nnz: Tensor, columns: Tensor, lines: Tensor, positions: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.operator import register
-from gossamer._core.ops import undispatched
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
 from gossamer.gemm.linear_pack_path import PATHS, choose_path
@@ -19,6 +18,7 @@ from gossamer.rowsparse.formats import empty_slots, threshold_dtype
 from gossamer.rowsparse.linear_source import LinearSource
 from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import default_capacity
+from gossamer.rowsparse.records import Matmul, TransposeKeys
 from gossamer.rowsparse.rows import Rows, unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 
@@ -148,10 +148,9 @@ def _backward(call: LinearPack, kept: Any, grads: Any, needs: Any) -> dict[str, 
     spans = fitting(spans, indices.shape[0])
     found: dict[str, Tensor | None] = {}
     if needs.x:
-        multiply = undispatched(matmul_operator, grad, weight)
-        found["x"] = multiply(grad, indices, spans, None, weight, None, x.dtype)
+        found["x"] = matmul_operator(Matmul(grad, indices, spans, None, weight, None, x.dtype))
     if needs.weight or needs.bias:
-        columns = undispatched(transpose_keys, indices, spans)(indices, spans, n)
+        columns = transpose_keys(TransposeKeys(indices, spans, n))
     if needs.weight:
         found["weight"] = gradients(x, indices, columns, grad, spans, None, None, weight.dtype)[0]
     if bias is not None and needs.bias:

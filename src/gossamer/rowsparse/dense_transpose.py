@@ -2,20 +2,26 @@
 
 from typing import Any
 
-from gossamer._core.ops import register
+from torch import Tensor
+
+from gossamer._core.operator import register
+from gossamer.rowsparse.records import DenseTranspose
 
 
-def _launcher() -> Any:
-    from gossamer.rowsparse._triton import dense_transpose as kernels
-
-    return kernels.dense_transpose
+def _cpu(call: DenseTranspose) -> Tensor:
+    return _fake(call).copy_(call.x.t())
 
 
-dense_transpose: Any = register(
-    "dense_transpose(Tensor x) -> Tensor",
-    cpu=lambda x: x.new_empty(x.shape[1], x.shape[0]).copy_(x.t()),
-    strided=("x",),
-    gpu=_launcher,
-    fake=lambda x: x.new_empty(x.shape[1], x.shape[0]),
-    backward=lambda ctx, grad: dense_transpose(grad),
-)
+def _fake(call: DenseTranspose) -> Tensor:
+    return call.x.new_empty(call.x.shape[1], call.x.shape[0])
+
+
+def _backward(call: DenseTranspose, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    return {"x": dense_transpose(DenseTranspose(grads[0]))}
+
+
+@register(DenseTranspose, cpu=_cpu, fake=_fake, backward=_backward)
+def dense_transpose() -> Any:
+    from gossamer.rowsparse._triton.dense_transpose import dense_transpose
+
+    return dense_transpose

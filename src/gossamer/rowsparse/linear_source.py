@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
 from gossamer.rowsparse._torch import linear_source as _cpu
+from gossamer.rowsparse.records import LinearRows, Matmul, MatmulLinear, TransposeKeys
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,58 +70,59 @@ class LinearSource:
 
     def dense(self, spans: Tensor, room: int, dtype: torch.dtype) -> Tensor:
         """`[M, N]`, right at rows whose spans end beyond `room`, differentiable in x, weight and bias."""
-        out: Tensor = undispatched(_linear_source, *self.tensors)(*self.tensors, spans, room)
+        out: Tensor = _linear_source(LinearRows(self.x, self.weight, self.bias, self.threshold, spans, room))
         return (out * out if self.squared else out).to(dtype)
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, _, spans, ctx.room = inputs
-    ctx.save_for_backward(x, weight, spans, output)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(call: LinearRows, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     # Those modules read sources, and so need this one.
     from gossamer.rowsparse.matmul import gradients, matmul_operator
     from gossamer.rowsparse.transpose import transpose_keys
 
-    x, weight, spans, out = ctx.saved_tensors
-    need_x, need_weight, need_bias = ctx.needs_input_grad[:3]
-    flagged = spans.sum(0) > ctx.room
+    x, weight, bias, _, spans, room = call
+    (grad,), (out,) = grads, kept
+    flagged = spans.sum(0) > room
     dense = torch.where(flagged[:, None] & (out != 0), grad, 0).to(weight.dtype)
     # Buffers without a slot: rows without an entry, and rows that overflowed.
     values, indices = weight.new_empty(0), spans.new_empty(0, dtype=torch.int32)
     spans = torch.stack([torch.zeros_like(spans[0]), flagged.long()])
-    grad_x = grad_weight = grad_bias = None
-    if need_x:
-        grad_x = matmul_operator(values, indices, spans, dense, weight, None, x.dtype)
-    if need_weight:
-        columns = transpose_keys(indices, spans, weight.shape[0])
-        grad_weight = gradients(x, indices, columns, values, spans, dense, None, weight.dtype)[0]
-    if need_bias:
-        grad_bias = dense.sum(0, dtype=torch.promote_types(dense.dtype, torch.float32)).to(ctx.bias_dtype)
-    return grad_x, grad_weight, grad_bias, None, None, None
+    found: dict[str, Tensor | None] = {}
+    if needs.x:
+        found["x"] = matmul_operator(Matmul(values, indices, spans, dense, weight, None, x.dtype))
+    if needs.weight:
+        columns = transpose_keys(TransposeKeys(indices, spans, weight.shape[0]))
+        found["weight"] = gradients(x, indices, columns, values, spans, dense, None, weight.dtype)[0]
+    if bias is not None and needs.bias:
+        found["bias"] = dense.sum(0, dtype=torch.promote_types(dense.dtype, torch.float32)).to(bias.dtype)
+    return found
 
 
-_linear_source = register(
-    "linear_source(Tensor x, Tensor weight, Tensor? bias, Tensor? threshold, Tensor spans, SymInt room) -> Tensor",
+@register(
+    LinearRows,
     cpu=_cpu.linear_source,
-    strided=("x", "weight"),
-    fake=lambda x, weight, *_: x.new_empty(x.shape[0], weight.shape[0]),
-    setup_context=_context,
+    fake=lambda call: call.x.new_empty(call.x.shape[0], call.weight.shape[0]),
     backward=_backward,
+    saved=("x", "weight", "bias", "spans"),
+    keep=lambda call, out: (out,),
 )
-matmul_linear = register(
-    "matmul_linear(Tensor values, Tensor indices, Tensor spans, Tensor x, Tensor source_weight, Tensor? source_bias, "
-    "Tensor? threshold, Tensor weight, Tensor? bias, ScalarType? out_dtype) -> Tensor",
-    cpu=_cpu.matmul_linear,
-    strided=("x", "source_weight", "weight"),
-    fake=lambda _v, _i, spans, _x, _w, _b, _t, weight, _, out_dtype: weight.new_empty(
-        spans.shape[1], weight.shape[1], dtype=out_dtype or weight.dtype
-    ),
-    # With gradients `rowsparse.matmul` takes the dense rows of the source.
-    once_differentiable="rowsparse.matmul",
-)
+def _linear_source() -> Any:
+    from gossamer.rowsparse._triton.linear_source import linear_source
+
+    return linear_source
+
+
+def _fake(call: MatmulLinear) -> Tensor:
+    weight = call.weight
+    return weight.new_empty(call.spans.shape[1], weight.shape[1], dtype=call.out_dtype or weight.dtype)
+
+
+# With gradients `rowsparse.matmul` takes the dense rows of the source.
+@register(MatmulLinear, cpu=_cpu.matmul_linear, fake=_fake, once_differentiable="rowsparse.matmul")
+def matmul_linear() -> Any:
+    from gossamer.rowsparse._triton.linear_source import matmul_linear
+
+    return matmul_linear
+
 
 _pytree.register_pytree_node(
     LinearSource,

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, Key, key_of
-from gossamer._core.ops import needs_gradient, register, shortcut, undispatched
+from gossamer._core.operator import register
+from gossamer._core.ops import needs_gradient
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
 from gossamer.rowsparse.dense_product import dense_product
@@ -15,6 +16,7 @@ from gossamer.rowsparse.entries import fitting
 from gossamer.rowsparse.linear_source import LinearSource, matmul_linear
 from gossamer.rowsparse.matmul_path import choose_path, rows_at_once
 from gossamer.rowsparse.pack import parts, unpack_operator
+from gossamer.rowsparse.records import Matmul, MatmulBwd, MatmulLinear, SampledMatmul, TransposeKeys, Unpack
 from gossamer.rowsparse.rows import Rows, check_container
 from gossamer.rowsparse.transpose import transpose_keys
 
@@ -61,10 +63,7 @@ def repeat(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> 
     if key is None or _checked.get((key, out_dtype)) is None:
         return None
     values, indices, spans, source = rows.packed
-    given = (values, indices, spans, source, weight, bias, out_dtype)
-    if needs_gradient(values, source, weight, bias):
-        return undispatched(matmul_operator, values, source, weight, bias)(*given)
-    return shortcut(matmul_operator, weight.device)(*given)
+    return matmul_operator(Matmul(values, indices, spans, source, weight, bias, out_dtype))
 
 
 def list_key(rows: Any, *others: Any) -> Key | None:
@@ -97,14 +96,13 @@ def multiply(
         and not (autocasts or needs_gradient(rows, weight, bias))
     ):
         checks.same_dtype(operator, argument, lists[0], **{name: weight})
-        given = source.tensors
-        return undispatched(matmul_linear, lists[0], *given, weight, bias)(*lists, *given, weight, bias, out_dtype)
+        given = (source.x, source.weight, source.bias, source.threshold)
+        return matmul_linear(MatmulLinear._make((*lists, *given, weight, bias, out_dtype)))
     values, indices, spans, dense = parts(operator, rows, argument)
     if autocasts:
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
     checks.same_dtype(operator, argument, values, **{name: weight})
-    call = matmul_operator if autocasts else undispatched(matmul_operator, values, weight, bias)
-    out = call(values, indices, spans, dense, weight, bias, out_dtype)
+    out = matmul_operator(Matmul(values, indices, spans, dense, weight, bias, out_dtype))
     key = list_key(rows, weight, bias)
     _checked.keep(None if key is None else (key, out_dtype), True)
     return out
@@ -119,35 +117,27 @@ def check_weight(
     checks.same_device(operator, name, weight.device, **{container: rows.packed.values})
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    values, indices, spans, source, weight, bias, _ = inputs
-    ctx.save_for_backward(values, indices, spans, source, weight)
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    values, indices, spans, source, weight = ctx.saved_tensors
-    needs = ctx.needs_input_grad
-    grad_values = grad_source = grad_weight = grad_bias = None
-    products = None
-    if needs[4] and _unpacks(values, spans, source, weight, grad):
-        unpacked = undispatched(unpack_operator, values, source)(values, indices, spans, source, weight.shape[0])
-        grad_weight = dense_product(unpacked.t(), grad, None, None)
-    elif needs[4]:
-        columns = undispatched(transpose_keys, indices, spans)(indices, spans, weight.shape[0])
-        sampled = weight if needs[0] else None
-        grad_weight, products = gradients(grad, indices, columns, values, spans, source, sampled, weight.dtype)
-    if needs[3] or (needs[0] and products is None):
+def _backward(call: Matmul, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    values, indices, spans, source, weight, bias, _ = call
+    (grad,), products = grads, None
+    found: dict[str, Tensor | None] = {}
+    if needs.weight and _unpacks(values, spans, source, weight, grad):
+        unpacked = unpack_operator(Unpack(values, indices, spans, source, weight.shape[0]))
+        found["weight"] = dense_product(unpacked.t(), grad, None, None)
+    elif needs.weight:
+        columns = transpose_keys(TransposeKeys(indices, spans, weight.shape[0]))
+        sampled = weight if needs.values else None
+        found["weight"], products = gradients(grad, indices, columns, values, spans, source, sampled, weight.dtype)
+    if needs.source or (needs.values and products is None):
         # An element without an entry has no gradient; the maker of the source masks it.
-        wanted = source if needs[3] else None
-        call = undispatched(sampled_operator, grad, weight, source)
-        products, dense = call(grad, weight, indices, spans, wanted, False, False, products)
-        grad_source = dense.to(source.dtype) if needs[3] else None
-    if needs[0] and products is not None:
-        grad_values = products.to(values.dtype)
-    if needs[5]:
-        grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
-    return grad_values, None, None, grad_source, grad_weight, grad_bias, None
+        wanted = source if needs.source else None
+        products, dense = sampled_operator(SampledMatmul(grad, weight, indices, spans, wanted, False, False, products))
+        found["source"] = None if wanted is None else dense.to(wanted.dtype)
+    if needs.values and products is not None:
+        found["values"] = products.to(values.dtype)
+    if bias is not None and needs.bias:
+        found["bias"] = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(bias.dtype)
+    return found
 
 
 def _unpacks(values: Tensor, spans: Tensor, source: Tensor | None, weight: Tensor, grad: Tensor) -> bool:
@@ -161,9 +151,9 @@ def _unpacks(values: Tensor, spans: Tensor, source: Tensor | None, weight: Tenso
     return rows_at_once(m, n, values.element_size(), values, weight, weight, grad) == m
 
 
-def _fake(values: Tensor, indices: Tensor, spans: Tensor, *rest: Any) -> Tensor:
-    _, weight, _, out_dtype = rest
-    return weight.new_empty(spans.shape[1], weight.shape[1], dtype=out_dtype or weight.dtype)
+def _fake(call: Matmul) -> Tensor:
+    weight = call.weight
+    return weight.new_empty(call.spans.shape[1], weight.shape[1], dtype=call.out_dtype or weight.dtype)
 
 
 def gradients(
@@ -183,105 +173,119 @@ def gradients(
     where it differs from 0, whatever the source holds elsewhere.
     """
     col_offsets, keys, _ = columns
-    call = undispatched(_matmul_bwd, grad, values, source, weight)
-    grad_weight, products = call(grad, indices, keys, col_offsets, values, spans, source, weight, dtype, mask)
+    call = MatmulBwd(grad, indices, keys, col_offsets, values, spans, source, weight, dtype, mask)
+    grad_weight, products = _matmul_bwd(call)
     return grad_weight, None if weight is None else products
 
 
-def _bwd_context(ctx: Any, inputs: Any, output: Any) -> None:
-    grad, indices, keys, col_offsets, values, spans, source, weight, _, mask = inputs
-    assert mask is None, "a caller with a mask refuses second derivatives"
-    ctx.save_for_backward(grad, indices, keys, col_offsets, values, spans, source, weight)
-
-
-def _bwd_backward(ctx: Any, grad_weight: Tensor, grad_products: Tensor) -> tuple[Tensor | None, ...]:
+def _bwd_backward(call: MatmulBwd, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     """Both gradients are linear in each of their factors, as the product itself is."""
-    grad, indices, keys, col_offsets, values, spans, source, weight = ctx.saved_tensors
-    needs = ctx.needs_input_grad
+    grad, indices, keys, col_offsets, values, spans, source, weight, *_ = call
+    grad_weight, grad_products = grads
+    if grad_weight is None:
+        grad_weight = grad.new_zeros(col_offsets.shape[0] - 1, grad.shape[1])
     grad_weight = grad_weight.to(values.dtype)
-    grad_grad = grad_values = grad_source = grad_factor = None
-    if needs[0]:
-        grad_grad = matmul_operator(values, indices, spans, source, grad_weight, None, grad.dtype)
-    if needs[4] or needs[6]:
-        sampled, dense = sampled_operator(
-            grad, grad_weight, indices, spans, source if needs[6] else None, False, False, None
-        )
-        grad_values = sampled.to(values.dtype) if needs[4] else None
-        grad_source = dense.to(source.dtype) if needs[6] else None
-    if weight is not None:
+    found: dict[str, Tensor | None] = {}
+    if needs.grad:
+        found["grad"] = matmul_operator(Matmul(values, indices, spans, source, grad_weight, None, grad.dtype))
+    if needs.values or needs.source:
+        wanted = source if needs.source else None
+        sampled, dense = sampled_operator(SampledMatmul(grad, grad_weight, indices, spans, wanted, False, False, None))
+        found["values"] = sampled.to(values.dtype)
+        found["source"] = None if wanted is None else dense.to(wanted.dtype)
+    if weight is not None and grad_products is not None:
         fits = fitting(spans, indices.shape[0])
         factors = grad_products.to(values.dtype)
-        if needs[0]:
-            grad_grad = grad_grad + matmul_operator(factors, indices, fits, None, weight, None, grad.dtype)
-        if needs[7]:
-            dtype = weight.dtype
-            grad_factor = _matmul_bwd(grad, indices, keys, col_offsets, factors, spans, None, None, dtype)[0]
-    return grad_grad, None, None, None, grad_values, None, grad_source, grad_factor, None, None
+        if needs.grad:
+            more = matmul_operator(Matmul(factors, indices, fits, None, weight, None, grad.dtype))
+            found["grad"] = found["grad"] + more
+        if needs.weight:
+            again = MatmulBwd(grad, indices, keys, col_offsets, factors, spans, None, None, weight.dtype, None)
+            found["weight"] = _matmul_bwd(again)[0]
+    return found
 
 
-def _fake_bwd(grad: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    _, _, col_offsets, values, _, _, weight, dtype = rest[:8]
-    working = torch.promote_types(grad.dtype, torch.float32)
-    products = grad.new_empty((0,) if weight is None else values.shape, dtype=working)
-    return grad.new_empty(col_offsets.shape[0] - 1, grad.shape[1], dtype=dtype), products
+def _keep_bwd(call: MatmulBwd, results: Any) -> tuple[Any, ...]:
+    assert call.mask is None, "a caller with a mask refuses second derivatives"
+    return ()
 
 
-def _fake_sampled(x: Tensor, weight: Tensor, indices: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    m, n, (_, source, scatter) = x.shape[0], weight.shape[0], rest[:3]
-    if scatter:
+def _fake_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
+    grad, working = call.grad, torch.promote_types(call.grad.dtype, torch.float32)
+    products = grad.new_empty((0,) if call.weight is None else call.values.shape, dtype=working)
+    return grad.new_empty(call.col_offsets.shape[0] - 1, grad.shape[1], dtype=call.dtype), products
+
+
+def _fake_sampled(call: SampledMatmul) -> tuple[Tensor, Tensor]:
+    x, m, n = call.x, call.x.shape[0], call.weight.shape[0]
+    if call.scatter:
         return x.new_empty(0), x.new_empty(m, n)
-    return x.new_empty(indices.shape), x.new_empty(m if source is not None else 0, n)
+    return x.new_empty(call.indices.shape), x.new_empty(m if call.source is not None else 0, n)
 
 
-def _sampled_context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, indices, spans, source, scatter, ctx.masked, products = inputs
-    ctx.given = None if products is None else products.dtype
-    assert not scatter, "a caller that scatters refuses second derivatives"
-    ctx.save_for_backward(x, weight, indices, spans, source)
+def _keep_sampled(call: SampledMatmul, results: Any) -> tuple[Any, ...]:
+    assert not call.scatter, "a caller that scatters refuses second derivatives"
+    return (None if call.products is None else call.products.dtype,)
 
 
-def _sampled_backward(ctx: Any, grad_values: Tensor, grad_dense: Tensor) -> tuple[Tensor | None, ...]:
-    x, weight, indices, spans, source = ctx.saved_tensors
+def _sampled_backward(call: SampledMatmul, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    x, weight, indices, spans, source, _, masked, _ = call
+    (given,), (grad_values, grad_dense) = kept, grads
+    if grad_values is None:
+        grad_values = x.new_zeros(indices.shape)
     if source is None:
         grad_source, spans = None, fitting(spans, indices.shape[0])
+    elif grad_dense is None:
+        grad_source = torch.zeros_like(source)
     else:
-        grad_source = torch.where(source != 0, grad_dense, 0) if ctx.masked else grad_dense
-    grad_x = grad_weight = grad_products = None
-    if ctx.given is not None:
-        grad_products, grad_values = grad_values.to(ctx.given), torch.zeros_like(grad_values)
-    if ctx.needs_input_grad[0]:
-        call = undispatched(matmul_operator, grad_values, grad_source, weight)
-        grad_x = call(grad_values, indices, spans, grad_source, weight, None, x.dtype)
-    if ctx.needs_input_grad[1]:
-        columns = undispatched(transpose_keys, indices, spans)(indices, spans, weight.shape[0])
-        grad_weight, _ = gradients(x, indices, columns, grad_values, spans, grad_source, None, weight.dtype)
-    return grad_x, grad_weight, None, None, None, None, None, grad_products
+        grad_source = torch.where(source != 0, grad_dense, 0) if masked else grad_dense
+    found: dict[str, Tensor | None] = {}
+    if given is not None:
+        found["products"], grad_values = grad_values.to(given), torch.zeros_like(grad_values)
+    if needs.x:
+        found["x"] = matmul_operator(Matmul(grad_values, indices, spans, grad_source, weight, None, x.dtype))
+    if needs.weight:
+        columns = transpose_keys(TransposeKeys(indices, spans, weight.shape[0]))
+        found["weight"], _ = gradients(x, indices, columns, grad_values, spans, grad_source, None, weight.dtype)
+    return found
 
 
-matmul_operator = register(
-    "matmul(Tensor values, Tensor indices, Tensor spans, Tensor? source, Tensor weight, Tensor? bias, "
-    "ScalarType? out_dtype) -> Tensor",
+@register(
+    Matmul,
     cpu=_cpu.matmul,
-    strided=("source", "weight"),
     fake=_fake,
-    setup_context=_context,
     backward=_backward,
+    saved=("values", "indices", "spans", "source", "weight", "bias"),
 )
-_matmul_bwd = register(
-    "matmul_bwd(Tensor grad, Tensor indices, Tensor keys, Tensor col_offsets, Tensor values, Tensor spans, "
-    "Tensor? source, Tensor? weight, ScalarType dtype, Tensor? mask=None) -> (Tensor, Tensor)",
+def matmul_operator() -> Any:
+    from gossamer.rowsparse._triton.matmul import matmul
+
+    return matmul
+
+
+@register(
+    MatmulBwd,
     cpu=_cpu.matmul_bwd,
-    strided=("source", "weight", "mask"),
     fake=_fake_bwd,
-    setup_context=_bwd_context,
     backward=_bwd_backward,
+    saved=("grad", "indices", "keys", "col_offsets", "values", "spans", "source", "weight"),
+    keep=_keep_bwd,
 )
-sampled_operator = register(
-    "sampled_matmul(Tensor x, Tensor weight, Tensor indices, Tensor spans, Tensor? source, bool scatter, "
-    "bool masked, Tensor? products) -> (Tensor, Tensor)",
+def _matmul_bwd() -> Any:
+    from gossamer.rowsparse._triton.matmul import matmul_bwd
+
+    return matmul_bwd
+
+
+@register(
+    SampledMatmul,
     cpu=_cpu_sampled,
-    strided=("x", "weight", "source"),
     fake=_fake_sampled,
-    setup_context=_sampled_context,
     backward=_sampled_backward,
+    saved=("x", "weight", "indices", "spans", "source"),
+    keep=_keep_sampled,
 )
+def sampled_operator() -> Any:
+    from gossamer.rowsparse._triton.sampled_matmul import sampled_matmul
+
+    return sampled_matmul

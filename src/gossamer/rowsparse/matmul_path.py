@@ -9,10 +9,20 @@ from typing import Literal
 
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer._core import operator, tuning
 from gossamer.rowsparse.dense_product import dense_seconds
 
 Path = Literal["gather", "dense"]
+operator.PATHS["rowsparse.matmul"] = {
+    "dense": "rows whose slots promise so many entries that a dense product takes less time: entries are unpacked, and "
+    "PyTorch multiplies",
+    "gather": "all other calls: each row gathers the weight rows of its entries",
+}
+operator.PATHS["rowsparse.sampled_matmul"] = {
+    "dense": "a pattern with so many entries that a dense product takes less time: PyTorch multiplies, and products "
+    "are picked",
+    "gather": "all other calls: each entry's two rows are multiplied",
+}
 
 FILLED = 0.35
 """The part of its slots that a row which might overflow is taken to hold."""

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
 from gossamer.rowsparse._torch import pack as _cpu
 from gossamer.rowsparse.entries import fitting, slots_of
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.rowsparse.linear_source import LinearSource
+from gossamer.rowsparse.records import PackRows, Unpack
 from gossamer.rowsparse.rows import Rows, check_container, unchecked
 
 
@@ -45,7 +46,7 @@ def pack(x: Tensor, *, capacity: int | str | None = None) -> Rows:
     checks.columns(operator, "x", n)
     slots = check_capacity(operator, capacity, n)
     flat = x.reshape(math.prod(x.shape[:-1]), n)
-    values, indices, spans = undispatched(pack_operator, flat)(flat, slots)
+    values, indices, spans = pack_operator(PackRows(flat, slots))
     if slots is None or slots == n:
         source = None
     else:
@@ -77,9 +78,8 @@ def one_program_a_row(m: int, n: int) -> bool:
 
 def unpack(rows: Rows) -> Tensor:
     """`Rows.to_dense`"""
-    *lists, source = parts("rowsparse.Rows.to_dense", rows)
-    call = undispatched(unpack_operator, lists[0], source)
-    return call(*lists, source, rows.num_columns).reshape(rows.shape)
+    dense: Tensor = unpack_operator(Unpack(*parts("rowsparse.Rows.to_dense", rows), rows.num_columns))
+    return dense.reshape(rows.shape)
 
 
 def default_capacity(n: int) -> int:
@@ -110,75 +110,53 @@ class _EntriesOnly(torch.autograd.Function):
         return torch.where(x != 0, grad, 0)
 
 
-def _fake_pack(x: Tensor, capacity: Any) -> tuple[Tensor, Tensor, Tensor]:
+def _fake_pack(call: PackRows) -> tuple[Tensor, Tensor, Tensor]:
+    x, capacity = call
     m = x.shape[0]
     room: Any = torch.library.get_ctx().new_dynamic_size() if capacity is None else m * capacity
     return empty_slots(x, m, room)
 
 
-def _pack_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, indices, spans = output
-    ctx.mark_non_differentiable(indices, spans)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(indices, spans)
-    ctx.n = inputs[0].shape[1]
+def _keep(call: PackRows, results: Any) -> tuple[Any, ...]:
+    return *results[1:], call.x.shape[1]
 
 
-def _pack_backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, None]:
-    if grad is None:
-        return None, None
-    indices, spans = ctx.saved_tensors
+def _pack_backward(call: PackRows, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    indices, spans, n = kept
     # Rows that overflowed are read from the source, which has a gradient of its own.
     spans = fitting(spans, indices.shape[0])
-    return undispatched(unpack_operator, grad)(grad, indices, spans, None, ctx.n), None
+    return {"x": unpack_operator(Unpack(grads[0], indices, spans, None, n))}
 
 
-def _unpack_context(ctx: Any, inputs: Any, output: Any) -> None:
-    _, indices, spans, _, _ = inputs
-    ctx.save_for_backward(indices, spans)
-
-
-def _unpack_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None, None]:
-    indices, spans = ctx.saved_tensors
+def _unpack_backward(call: Unpack, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    (grad,), indices, spans = grads, call.indices, call.spans
     room = indices.shape[0]
     if grad.numel() == 0:
-        return grad.new_zeros(room), None, None, grad if ctx.needs_input_grad[3] else None, None
+        return {"values": grad.new_zeros(room), "source": grad if needs.source else None}
     row, held = slots_of(spans, room)
     held = held & (indices >= 0) & (indices < grad.shape[1])
     grad_values = torch.where(held, grad[row, torch.where(held, indices, 0)], 0)
     grad_source = None
-    if ctx.needs_input_grad[3]:
+    if needs.source:
         grad_source = torch.where((spans.sum(0) > room)[:, None], grad, 0)
-    return grad_values, None, None, grad_source, None
+    return {"values": grad_values, "source": grad_source}
 
 
-def _launcher() -> Any:
-    from gossamer.rowsparse._triton import list_entries
+@register(PackRows, cpu=_cpu.pack_rows, fake=_fake_pack, backward=_pack_backward, keep=_keep)
+def pack_operator() -> Any:
+    from gossamer.rowsparse._triton.list_entries import pack_rows
 
-    return list_entries.pack_rows
+    return pack_rows
 
 
-def _unpack_launcher() -> Any:
+@register(
+    Unpack,
+    cpu=_cpu.unpack,
+    fake=lambda call: call.values.new_empty(call.spans.shape[1], call.n),
+    backward=_unpack_backward,
+    saved=("indices", "spans"),
+)
+def unpack_operator() -> Any:
     from gossamer.rowsparse._triton.unpack import unpack
 
     return unpack
-
-
-pack_operator = register(
-    "pack_rows(Tensor x, SymInt? capacity) -> (Tensor, Tensor, Tensor)",
-    cpu=_cpu.pack_rows,
-    strided=("x",),
-    gpu=_launcher,
-    fake=_fake_pack,
-    setup_context=_pack_context,
-    backward=_pack_backward,
-)
-unpack_operator = register(
-    "unpack(Tensor values, Tensor indices, Tensor spans, Tensor? source, SymInt n) -> Tensor",
-    cpu=_cpu.unpack,
-    strided=("source",),
-    gpu=_unpack_launcher,
-    fake=lambda values, indices, spans, _, n: values.new_empty(spans.shape[1], n),
-    setup_context=_unpack_context,
-    backward=_unpack_backward,
-)

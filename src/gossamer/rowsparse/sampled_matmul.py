@@ -6,10 +6,10 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked
-from gossamer._core.ops import undispatched
 from gossamer.rowsparse._torch.pack import refuse_overflow
 from gossamer.rowsparse.matmul import check_weight, list_key, sampled_operator
 from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.records import SampledMatmul
 from gossamer.rowsparse.rows import Rows, check_container, unchecked
 
 _checked: Checked[bool] = Checked()
@@ -57,7 +57,5 @@ def sampled_matmul(x: Tensor, weight: Tensor, pattern: Rows) -> Rows:
     if source is None and checks.host_computes(spans):
         refuse_overflow(operator, spans, indices.shape[0])
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    given = (flat, weight, indices, spans, source, False, True, None)
-    call = sampled_operator if key is None else undispatched(sampled_operator, x, weight, source)
-    values, dense = call(*given)
+    values, dense = sampled_operator(SampledMatmul(flat, weight, indices, spans, source, False, True, None))
     return unchecked(values, indices, spans, pattern.shape, None if source is None else dense)

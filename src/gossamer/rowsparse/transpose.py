@@ -1,12 +1,15 @@
 """Row-sparse transposition."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import register
+from gossamer._core.operator import register
 from gossamer.rowsparse._torch.pack import refuse_overflow
 from gossamer.rowsparse._torch.transpose import transpose_keys as _cpu
 from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.records import TransposeKeys
 from gossamer.rowsparse.rows import Rows, unchecked
 
 
@@ -37,7 +40,7 @@ def transpose(rows: Rows) -> Rows:
     room = values.shape[0]
     if source is None and values.device.type == "cpu":
         refuse_overflow(operator, spans, room)
-    col_offsets, keys, _ = transpose_keys(indices, spans, rows.num_columns)
+    col_offsets, keys, _ = transpose_keys(TransposeKeys(indices, spans, rows.num_columns))
     held = torch.arange(room, device=keys.device) < col_offsets[-1]
     keys = torch.where(held, keys, 0)
     ordered = torch.where(held, values[keys & 0xFFFFFFFF], 0) if room else values
@@ -50,15 +53,14 @@ def transpose(rows: Rows) -> Rows:
     return unchecked(ordered, columns, spans, (rows.num_columns, rows.num_rows), source)
 
 
-def _fake(indices: Tensor, spans: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+def _fake(call: TransposeKeys) -> tuple[Tensor, Tensor, Tensor]:
+    indices, _, n = call
     keys = indices.new_empty(indices.numel(), dtype=torch.int64)
     return indices.new_empty(n + 1, dtype=torch.int64), keys, torch.empty_like(keys, dtype=torch.int32)
 
 
-transpose_keys = register(
-    "transpose_keys(Tensor indices, Tensor spans, SymInt n) -> (Tensor, Tensor, Tensor)",
-    cpu=_cpu,
-    fake=_fake,
-)
-"""-> (col_offsets int64 [N + 1], keys int64 [P], columns int32 [P]): keys `row << 32 | slot` sorted by column, row and
-slot. Rows that overflowed take no part; numbers past `col_offsets[-1]` are padding."""
+@register(TransposeKeys, cpu=_cpu, fake=_fake)
+def transpose_keys() -> Any:
+    from gossamer.rowsparse._triton.transpose import transpose_keys
+
+    return transpose_keys

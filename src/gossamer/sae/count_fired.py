@@ -1,12 +1,15 @@
 """Firing counts of sparse autoencoders."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import register, undispatched
+from gossamer._core.operator import register
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.pack import parts
 from gossamer.sae._torch.count_fired import count_fired as _cpu
+from gossamer.sae.records import SaeCountFired
 
 
 def count_fired(rows: Rows) -> Tensor:
@@ -31,12 +34,12 @@ def count_fired(rows: Rows) -> Tensor:
     [1, 2]
     """
     lists = parts("sae.count_fired", rows.detach() if isinstance(rows, Rows) else rows)
-    return undispatched(_count_fired, *lists)(*lists, rows.num_columns)
+    counts: Tensor = _count_fired(SaeCountFired(*lists, rows.num_columns))
+    return counts
 
 
-_count_fired = register(
-    "sae_count_fired(Tensor values, Tensor indices, Tensor spans, Tensor? source, SymInt n) -> Tensor",
-    cpu=_cpu,
-    strided=("source",),
-    fake=lambda values, indices, spans, source, n: values.new_empty(n, dtype=torch.int64),
-)
+@register(SaeCountFired, cpu=_cpu, fake=lambda call: call.values.new_empty(call.n, dtype=torch.int64))
+def _count_fired() -> Any:
+    from gossamer.sae._triton.count_fired import count_fired
+
+    return count_fired

@@ -1,7 +1,6 @@
 """Sparse decoding for sparse autoencoders."""
 
 import math
-from functools import partial
 from typing import Any
 
 import torch
@@ -9,15 +8,18 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, Key, key_of
-from gossamer._core.ops import needs_gradient, refuse_second, register, shortcut, undispatched
+from gossamer._core.operator import register
+from gossamer._core.ops import needs_gradient, refuse_second
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse._torch.pack import Overflowed, overflow_error
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.rowsparse.matmul import check_weight, gradients, multiply, repeat, sampled_operator
+from gossamer.rowsparse.records import SampledMatmul, TransposeKeys
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
-from gossamer.sae.decode_path import break_even, choose_path, named, path_of
+from gossamer.sae.decode_path import PATHS, break_even, choose_path, named, path_of
+from gossamer.sae.records import SaeDecode, SaeDecodeLists
 
 _checked: Checked[int] = Checked()
 """Of calls without gradients: their slots, or 0 for the dense product."""
@@ -73,11 +75,9 @@ def decode(
         if slots is not None:
             if slots == 0:
                 return _dense(acts, W_dec, b_dec, out_dtype)
-            call = shortcut(_sae_decode, acts.device)
-            if acts.dim() == 2:
-                return call(acts, W_dec, b_dec, slots, out_dtype)
-            out = call(acts.reshape(-1, acts.shape[-1]), W_dec, b_dec, slots, out_dtype)
-            return out.view(*acts.shape[:-1], W_dec.shape[1])
+            flat = acts if acts.dim() == 2 else acts.reshape(-1, acts.shape[-1])
+            out = _sae_decode(SaeDecode(flat, W_dec, b_dec, slots, out_dtype))
+            return out if acts.dim() == 2 else out.view(*acts.shape[:-1], W_dec.shape[1])
     if isinstance(acts, Rows):
         try:
             out = repeat(acts, W_dec, b_dec, out_dtype)
@@ -109,9 +109,9 @@ def decode(
     flat = acts.reshape(m, n)
     slots = min(break_even(m, n, d, W_dec) if capacity is None else capacity, n)
     if keep:
-        out = undispatched(_sae_decode_lists, flat, W_dec, b_dec)(flat, W_dec, b_dec, slots, out_dtype)[0]
+        out = _sae_decode_lists(SaeDecodeLists(flat, W_dec, b_dec, slots, out_dtype))[0]
     else:
-        out = _sae_decode(flat, W_dec, b_dec, slots, out_dtype)
+        out = _sae_decode(SaeDecode(flat, W_dec, b_dec, slots, out_dtype))
         if n:
             _checked.keep(key, slots)
     return out if acts.dim() == 2 else out.view(*acts.shape[:-1], d)
@@ -151,47 +151,50 @@ def _dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.d
         return dense_product(flat, W_dec, b_dec, out_dtype).view(*acts.shape[:-1], W_dec.shape[1])
 
 
-def _fake(acts: Tensor, weight: Tensor, *rest: Any) -> Tensor:
-    return weight.new_empty(acts.shape[0], weight.shape[1], dtype=rest[-1] or weight.dtype)
+def _fake(call: SaeDecode | SaeDecodeLists) -> Tensor:
+    weight = call.weight
+    return weight.new_empty(call.acts.shape[0], weight.shape[1], dtype=call.out_dtype or weight.dtype)
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    acts, weight, bias, _, _ = inputs
-    _, values, indices, spans = output
-    ctx.mark_non_differentiable(values, indices, spans)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(acts, weight, values, indices, spans)
-    ctx.bias_dtype = None if bias is None else bias.dtype
+def _fake_lists(call: SaeDecodeLists) -> tuple[Tensor, ...]:
+    m = call.acts.shape[0]
+    return _fake(call), *empty_slots(call.acts, m, m * call.capacity)
 
 
-def _backward(ctx: Any, grad: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    if grad is None:
-        return (None,) * 5
-    acts, weight, values, indices, spans = ctx.saved_tensors
-    grad_acts = grad_weight = grad_bias = products = None
-    if ctx.needs_input_grad[1]:
-        columns = undispatched(transpose_keys, indices, spans)(indices, spans, weight.shape[0])
-        sampled = weight if ctx.needs_input_grad[0] else None
-        grad_weight, products = gradients(grad, indices, columns, values, spans, acts, sampled, weight.dtype)
-    if ctx.needs_input_grad[0]:
+def _backward(call: SaeDecodeLists, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    acts, weight, bias, *_ = call
+    (values, indices, spans), grad, products = kept, grads[0], None
+    found: dict[str, Tensor | None] = {}
+    if needs.weight:
+        columns = transpose_keys(TransposeKeys(indices, spans, weight.shape[0]))
+        sampled = weight if needs.acts else None
+        found["weight"], products = gradients(grad, indices, columns, values, spans, acts, sampled, weight.dtype)
+    if needs.acts:
         refuse_second("sae.decode", "A container has them: rowsparse.pack dense acts, or use create_graph=False.")
-        call = undispatched(sampled_operator, grad, weight, acts)
-        grad_acts = call(grad, weight, indices, spans, acts, True, True, products)[1].to(values.dtype)
-    if ctx.needs_input_grad[2]:
-        grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtype)
-    return grad_acts, grad_weight, grad_bias, None, None
+        dense = sampled_operator(SampledMatmul(grad, weight, indices, spans, acts, True, True, products))[1]
+        found["acts"] = dense.to(values.dtype)
+    if bias is not None and needs.bias:
+        found["bias"] = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(bias.dtype)
+    return found
 
 
-_ARGUMENTS = "(Tensor acts, Tensor weight, Tensor? bias, SymInt capacity, ScalarType? out_dtype)"
-_sae_decode = register(
-    f"sae_decode{_ARGUMENTS} -> Tensor", cpu=_cpu.decode, strided=("acts", "weight"), fake=_fake, path=path_of
-)
-_sae_decode_lists = register(
-    f"sae_decode_lists{_ARGUMENTS} -> (Tensor, Tensor, Tensor, Tensor)",
+@register(SaeDecode, cpu=_cpu.decode, fake=_fake, choose_path=path_of, paths=PATHS)
+def _sae_decode() -> Any:
+    from gossamer.sae._triton.decode import decode
+
+    return decode
+
+
+@register(
+    SaeDecodeLists,
     cpu=_cpu.decode_lists,
-    strided=("acts", "weight"),
-    fake=lambda acts, *rest: (_fake(acts, *rest), *empty_slots(acts, acts.shape[0], acts.shape[0] * rest[2])),
-    setup_context=_context,
+    fake=_fake_lists,
     backward=_backward,
-    path=partial(path_of, keep=True),
+    saved=("acts", "weight", "bias"),
+    keep=lambda call, results: results[1:],
+    differentiable=1,
 )
+def _sae_decode_lists() -> Any:
+    from gossamer.sae._triton.decode import decode_lists
+
+    return decode_lists

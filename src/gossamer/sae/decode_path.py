@@ -5,13 +5,23 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer._core import operator, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.rowsparse.dense_product import START, dense_seconds
 from gossamer.rowsparse.matmul_path import entry_seconds, step_seconds
+from gossamer.sae.records import SaeDecode
 
 Path = Literal["torch", "dense", "lists", "one_launch"]
+Listed = Literal["lists", "one_launch"]
+PATHS: dict[Listed, str] = {
+    "one_launch": "few rows, and no gradient: one launch lists entries and multiplies them",
+    "lists": "all other calls: entries are listed, and go through `rowsparse.matmul`",
+}
+operator.PATHS["sae.decode"] = {
+    "dense": "a plain product that takes hardly longer than a launch, or less than twice the time to look through the "
+    "latents: PyTorch's product",
+}
 
 
 def choose_path(m: int, n: int, d: int, weight: Tensor, free: bool = True, keep: bool = False) -> Path:
@@ -33,10 +43,9 @@ def named(path: str) -> AbstractContextManager[Any]:
     return span(f"gossamer::sae.decode/{path}")
 
 
-def path_of(acts: Tensor, weight: Tensor, *_: Any, keep: bool = False) -> str:
-    """The path of a call of the operator, to which no plain product is left, as a profiler shows it."""
-    (m, n), d = acts.shape, weight.shape[1]
-    return f"sae.decode/{choose_path(m, n, d, weight, free=False, keep=keep)}"
+def path_of(call: SaeDecode) -> Listed:
+    """The path of a call of the operator, to which no plain product is left."""
+    return "one_launch" if one_launch(*call.acts.shape) else "lists"
 
 
 def break_even(m: int, n: int, d: int, weight: Tensor) -> int:

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
-from gossamer._core.ops import needs_gradient, refuse_second, register, undispatched
+from gossamer._core.operator import register
+from gossamer._core.ops import needs_gradient
 from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
 from gossamer.rowsparse import DensityTracker, Rows
@@ -18,10 +19,12 @@ from gossamer.rowsparse.entries import fitting, slots_of
 from gossamer.rowsparse.formats import empty_slots, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import check_capacity as check_slots
+from gossamer.rowsparse.records import DenseTranspose, Matmul, TransposeKeys
 from gossamer.rowsparse.rows import unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
 from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
+from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
 _Known = tuple[int | None, Path]
@@ -154,10 +157,8 @@ def run(
             rows = rows if x.dim() == 2 else rows.reshape(*leading, n)
             _follow(density, rows, slots, differentiable)
             return rows
-    call = _sae_encode if autocasts else undispatched(_sae_encode, flat, W_enc, b_enc, b_dec, threshold)
-    values, indices, spans, source, l0 = call(
-        flat, W_enc, b_enc, b_dec, threshold, name, k, window, slots, scale, ste_to_input
-    )
+    call = SaeEncode(flat, W_enc, b_enc, b_dec, threshold, name, k, window, slots, scale, ste_to_input)
+    values, indices, spans, source, l0 = _sae_encode(call)
     may_overflow = name in ("relu", "jumprelu") and slots is not None and slots < n
     rows = unchecked(values, indices, spans, (*leading, n), source if may_overflow else None, l0)
     if density is not None:
@@ -233,44 +234,33 @@ def check_capacity(operator: str, activation: Parameters, capacity: int | str | 
     return check_slots(operator, capacity, d_sae)
 
 
-def _fake(x: Tensor, weight: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    m, n = x.shape[0], weight.shape[1]
-    activation, k, _, capacity = rest[3:7]
-    if activation in ("topk", "batchtopk"):
-        room, keeps = m * k, False
+def _fake(call: SaeEncode) -> tuple[Tensor, ...]:
+    weight, (m, n), capacity = call.weight, (call.x.shape[0], call.weight.shape[1]), call.capacity
+    room: Any
+    if call.activation in ("topk", "batchtopk"):
+        room, keeps = m * call.k, False
     elif capacity is None:
         room, keeps = torch.library.get_ctx().new_dynamic_size(), False
     else:
         room, keeps = m * capacity, capacity < n
-    source = weight.new_empty(m, row_stride(m, n, weight, activation))[:, :n] if keeps else weight.new_empty(0, n)
+    stride = row_stride(m, n, weight, call.activation) if keeps else 0
+    source = weight.new_empty(m, stride)[:, :n] if keeps else weight.new_empty(0, n)
     return *empty_slots(weight, m, room), source, weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
 
 
-def save_operands(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, _, ctx.ste_to_input = inputs
-    values, indices, spans, source, _ = output
-    ctx.mark_non_differentiable(indices, spans)
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, b_dec, threshold, values, indices, spans, source)
+def encode_backward(call: SaeEncode, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    x, weight, bias, b_dec, threshold, *_ = call
+    (values, indices, spans, source), (grad_values, _, _, grad_source, grad_l0) = kept, grads
+    room, need_threshold, bandwidth = values.shape[0], needs.threshold, call.bandwidth
     # Of no rows a source has none either.
-    ctx.keep_source = source.shape[0] > 0
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def encode_backward(
-    ctx: Any, grad_values: Tensor | None, _i: Any, _n: Any, grad_source: Tensor | None, grad_l0: Tensor | None
-) -> tuple[Tensor | None, ...]:
-    x, weight, b_dec, threshold, values, indices, spans, source = ctx.saved_tensors
-    need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
-    room = values.shape[0]
-    if ctx.bandwidth == 0:
+    keep_source = source.shape[0] > 0
+    if bandwidth == 0:
         threshold, need_threshold = None, False
-    estimate = threshold if ctx.ste_to_input else None
-    if not ctx.keep_source:
+    estimate = threshold if call.ste_to_input else None
+    if not keep_source:
         grad_source = None
     if grad_values is None and grad_source is None and (grad_l0 is None or threshold is None):
-        return (None,) * 11
-    refuse_second("sae.encode")
+        return {}
     if grad_values is None:
         grad_values = values.new_zeros(()).expand_as(values)
     if grad_l0 is None:
@@ -280,91 +270,84 @@ def encode_backward(
     if estimate is not None:
         row, held = slots_of(spans, room)
         limit = estimate[indices.clamp(min=0)]
-        near = held & (indices >= 0) & (values - limit < ctx.bandwidth / 2) & (limit >= 0)
-        slope = (limit * grad_values + (grad_l0[row] if grad_l0.shape[0] else 0)) / ctx.bandwidth
+        near = held & (indices >= 0) & (values - limit < bandwidth / 2) & (limit >= 0)
+        slope = (limit * grad_values + (grad_l0[row] if grad_l0.shape[0] else 0)) / bandwidth
         grad_pre = (grad_pre + torch.where(near, slope, 0)).to(values.dtype)
-        if ctx.keep_source and grad_source is None:
+        if keep_source and grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
     dense, mask, fits = None, None, spans
-    if grad_source is not None and not need_x and estimate is None:
+    if grad_source is not None and not needs.x and estimate is None:
         # Nothing but the product for W_enc reads it, and masks it there.
         dense, mask = grad_source, source
     elif grad_source is not None:
-        call = undispatched(_bwd_source, grad_source, source, grad_l0, estimate)
-        dense = call(grad_source, source, spans, room, grad_l0, estimate, ctx.bandwidth)
-    elif ctx.keep_source:
+        dense = _bwd_source(SaeEncodeBwdSource(grad_source, source, spans, room, grad_l0, estimate, bandwidth))
+    elif keep_source:
         fits = fitting(spans, room)
-    grad_x = grad_weight = grad_bias = grad_b_dec = grad_threshold = None
-    if need_x:
-        call = undispatched(matmul_operator, grad_pre, dense, weight)
-        grad_x = call(grad_pre, indices, fits, dense, weight.t(), None, x.dtype)
-    if need_weight or need_bias or need_threshold or need_b_dec:
-        columns = undispatched(transpose_keys, indices, spans)(indices, spans, weight.shape[1])
-    if need_weight:
+    found: dict[str, Tensor | None] = {}
+    if needs.x:
+        found["x"] = matmul_operator(Matmul(grad_pre, indices, fits, dense, weight.t(), None, x.dtype))
+    if needs.weight or needs.bias or need_threshold or needs.b_dec:
+        columns = transpose_keys(TransposeKeys(indices, spans, weight.shape[1]))
+    if needs.weight:
         inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
         grad_weight = gradients(inner, indices, columns, grad_pre, fits, dense, None, weight.dtype, mask)[0]
         # In the layout of the parameter, or autograd would copy it into that, at a fifth of the speed.
         by_latent = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
-        grad_weight = grad_weight.t() if by_latent else undispatched(dense_transpose, grad_weight)(grad_weight)
-    if need_bias or need_threshold or (need_b_dec and not need_x):
+        found["weight"] = grad_weight.t() if by_latent else dense_transpose(DenseTranspose(grad_weight))
+    if needs.bias or need_threshold or (needs.b_dec and not needs.x):
         if grad_source is None:
             grad_source = values.new_zeros(1, 1).expand_as(source)
-        call = undispatched(sum_gradients_by_column, grad_values, grad_source, grad_l0, values, source, threshold)
-        sums, grad_threshold = call(
-            grad_values, grad_source, grad_l0, *columns, values, spans, source, threshold, ctx.bandwidth
-        )
+        given = (grad_values, grad_source, grad_l0, *columns, values, spans, source, threshold, bandwidth)
+        sums, grad_threshold = sum_gradients_by_column(SaeEncodeBwdColumns(*given))
         if estimate is not None:
             # The estimate for z is that for the threshold with the sign changed.
             sums = sums - grad_threshold
-        grad_bias = sums.to(ctx.bias_dtype) if need_bias else None
-    if need_b_dec and grad_x is not None:
-        grad_b_dec = -grad_x.sum(0, dtype=threshold_dtype(grad_x.dtype)).to(b_dec.dtype)
-    elif need_b_dec:
-        # The same sum without the gradient of x: every row passes through the one W_enc.
-        grad_b_dec = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]
-    if not need_threshold:
-        grad_threshold = None
-    return grad_x, grad_weight, grad_bias, grad_b_dec, grad_threshold, *(None,) * 6
+        if bias is not None and needs.bias:
+            found["bias"] = sums.to(bias.dtype)
+        found["threshold"] = grad_threshold if need_threshold else None
+    if b_dec is not None and needs.b_dec:
+        if needs.x:
+            found["b_dec"] = -found["x"].sum(0, dtype=threshold_dtype(x.dtype)).to(b_dec.dtype)  # type: ignore[union-attr]
+        else:
+            # The same sum without the gradient of x: every row passes through the one W_enc.
+            found["b_dec"] = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]
+    return found
 
 
-def _fake_sums(*operands: Any) -> tuple[Tensor, Tensor]:
-    col_offsets, values, threshold = operands[3], operands[6], operands[9]
-    n, dtype = col_offsets.shape[0] - 1, threshold_dtype(values.dtype)
-    return values.new_empty(n, dtype=dtype), values.new_empty(0 if threshold is None else n, dtype=dtype)
+def _fake_sums(call: SaeEncodeBwdColumns) -> tuple[Tensor, Tensor]:
+    values, n, dtype = call.values, call.col_offsets.shape[0] - 1, threshold_dtype(call.values.dtype)
+    return values.new_empty(n, dtype=dtype), values.new_empty(0 if call.threshold is None else n, dtype=dtype)
 
 
-def _launchers() -> Any:
-    from gossamer.sae._triton import encode_bwd
-
-    return encode_bwd
-
-
-_sae_encode = register(
-    "sae_encode(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
-    "float bandwidth, SymInt? capacity, Tensor? scale=None, bool ste_to_input=False) -> "
-    "(Tensor, Tensor, Tensor, Tensor, Tensor)",
+@register(
+    SaeEncode,
     cpu=_cpu.encode,
-    strided=("x", "weight", "b_dec", "threshold"),
     fake=_fake,
-    setup_context=save_operands,
     backward=encode_backward,
-)
-sum_gradients_by_column = register(
-    "sae_encode_bwd_columns(Tensor grad_values, Tensor grad_source, Tensor grad_l0, Tensor col_offsets, "
-    "Tensor keys, Tensor columns, Tensor values, Tensor spans, Tensor source, Tensor? threshold, float bandwidth) "
-    "-> (Tensor, Tensor)",
-    cpu=_cpu.bwd_columns,
-    strided=("grad_values", "grad_source", "grad_l0", "source", "threshold"),
-    gpu=lambda: _launchers().bwd_columns,
-    fake=_fake_sums,
+    saved=("x", "weight", "bias", "b_dec", "threshold"),
+    keep=lambda call, results: results[:4],
     once_differentiable="sae.encode",
 )
-_bwd_source = register(
-    "sae_encode_bwd_source(Tensor grad, Tensor source, Tensor spans, SymInt room, Tensor? grad_l0, "
-    "Tensor? threshold, float bandwidth) -> Tensor",
+def _sae_encode() -> Any:
+    from gossamer.sae._triton.encode import encode
+
+    return encode
+
+
+@register(SaeEncodeBwdColumns, cpu=_cpu.bwd_columns, fake=_fake_sums, once_differentiable="sae.encode")
+def sum_gradients_by_column() -> Any:
+    from gossamer.sae._triton.encode_bwd import bwd_columns
+
+    return bwd_columns
+
+
+@register(
+    SaeEncodeBwdSource,
     cpu=_cpu.bwd_source,
-    strided=("grad", "source", "grad_l0", "threshold"),
-    gpu=lambda: _launchers().bwd_source,
-    fake=lambda grad, source, *_: source.new_empty(source.shape),
+    fake=lambda call: call.source.new_empty(call.source.shape),
     once_differentiable="sae.encode",
 )
+def _bwd_source() -> Any:
+    from gossamer.sae._triton.encode_bwd import bwd_source
+
+    return bwd_source

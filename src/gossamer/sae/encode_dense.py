@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core import autocast
-from gossamer._core.ops import refuse_second, register, undispatched
+from gossamer._core.operator import register
 from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density, DensityTracker
 from gossamer.rowsparse.dense_product import dense_product
@@ -16,6 +15,7 @@ from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae import decode_path
 from gossamer.sae._torch import encode_dense as _cpu
 from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has_window
+from gossamer.sae.records import SaeEncodeDense, SaeEncodeDenseBwd
 
 
 def encode_dense(
@@ -57,9 +57,8 @@ def encode_dense(
     window = bandwidth if bandwidth is not None and has_window(threshold, ste_to_input) else 0.0
     scale = None if scale is None else scale.detach()
     flat = x.reshape(math.prod(leading), x.shape[-1])
-    given = flat, W_enc, b_enc, b_dec, threshold
-    call = undispatched(_encode_dense, *given, scale)
-    acts, l0, fired, nnz = call(*given, name, k, window, scale, ste_to_input)
+    call = SaeEncodeDense(flat, W_enc, b_enc, b_dec, threshold, name, k, window, scale, ste_to_input)
+    acts, l0, fired, nnz = _encode_dense(call)
     return acts.view(*leading, n), l0.view(leading), fired, nnz.view(leading)
 
 
@@ -125,80 +124,71 @@ def again(known: Density, training: bool, on_gpu: bool) -> float:
     return 0.35 + 0.25 * blocks + 2.6 * share if training else 1.2 + 1.3 * blocks
 
 
-def _fake(x: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    m, n = x.shape[0], weight.shape[1]
+def _fake(call: SaeEncodeDense) -> tuple[Tensor, ...]:
+    weight, m, n = call.weight, call.x.shape[0], call.weight.shape[1]
     l0 = weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
     fired, nnz = weight.new_empty(n, dtype=torch.int64), weight.new_empty(m, dtype=torch.int32)
     return weight.new_empty(m, n), l0, fired, nnz
 
 
-def _context(ctx: Any, inputs: Any, output: Any) -> None:
-    x, weight, bias, b_dec, threshold, _, _, ctx.bandwidth, _, ctx.ste_to_input = inputs
-    ctx.mark_non_differentiable(*output[2:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(x, weight, b_dec, threshold, output[0])
-    ctx.bias_dtype = None if bias is None else bias.dtype
-
-
-def _backward(ctx: Any, grad: Tensor | None, grad_l0: Tensor | None, *_: Any) -> tuple[Tensor | None, ...]:
-    x, weight, b_dec, threshold, acts = ctx.saved_tensors
-    if ctx.bandwidth == 0:
+def _backward(call: SaeEncodeDense, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    x, weight, bias, b_dec, threshold, *_ = call
+    (acts,), (grad, grad_l0, *_) = kept, grads
+    if call.bandwidth == 0:
         threshold = None
     if grad is None and (grad_l0 is None or threshold is None):
-        return (None,) * 10
-    refuse_second("sae.encode")
+        return {}
     if grad is None:
         grad = torch.zeros_like(acts)
     if grad_l0 is None:
         grad_l0 = grad.new_zeros(1, dtype=threshold_dtype(acts.dtype)).expand(len(acts))
-    need_x, need_weight, need_bias, need_b_dec, need_threshold = ctx.needs_input_grad[:5]
     # Of this size there are then two tensors and not three: the gradient that a product's backward pass made has no
     # other reader.
     grad_pre = grad.contiguous()
-    call = undispatched(_bwd_, grad_pre, acts, grad_l0, threshold)
-    sums, grad_threshold = call(grad_pre, acts, grad_l0, threshold, ctx.bandwidth, ctx.ste_to_input)
-    grad_x = grad_weight = grad_b_dec = None
-    with autocast.disabled(grad.device):
-        if need_x:
-            grad_x = (grad_pre @ weight.t()).to(x.dtype)
-        if need_weight:
-            inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
-            # In the layout of the parameter, or autograd would copy it into that.
-            by_latent = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
-            grad_weight = (grad_pre.t() @ inner).t() if by_latent else inner.t() @ grad_pre
-        if need_b_dec:
-            # Every row passes through the one W_enc: the sum over rows comes first.
-            grad_b_dec = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]
-    return (
-        grad_x,
-        grad_weight,
-        sums.to(ctx.bias_dtype) if need_bias else None,
-        grad_b_dec,
-        grad_threshold if need_threshold and threshold is not None else None,
-        *(None,) * 5,
+    sums, grad_threshold = _bwd_(
+        SaeEncodeDenseBwd(grad_pre, acts, grad_l0, threshold, call.bandwidth, call.ste_to_input)
     )
+    found: dict[str, Tensor | None] = {}
+    if needs.x:
+        found["x"] = (grad_pre @ weight.t()).to(x.dtype)
+    if needs.weight:
+        inner = (x if b_dec is None else x - b_dec).to(weight.dtype)
+        # In the layout of the parameter, or autograd would copy it into that.
+        by_latent = weight.stride(0) == 1 and weight.stride(1) == weight.shape[0]
+        found["weight"] = (grad_pre.t() @ inner).t() if by_latent else inner.t() @ grad_pre
+    if b_dec is not None and needs.b_dec:
+        # Every row passes through the one W_enc: the sum over rows comes first.
+        found["b_dec"] = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]
+    if bias is not None and needs.bias:
+        found["bias"] = sums.to(bias.dtype)
+    if threshold is not None and needs.threshold:
+        found["threshold"] = grad_threshold
+    return found
 
 
-def _fake_bwd(
-    grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
-) -> tuple[Tensor, Tensor]:
-    n, dtype = acts.shape[1], threshold_dtype(acts.dtype)
-    return acts.new_empty(n, dtype=dtype), acts.new_empty(n if bandwidth else 0, dtype=dtype)
+def _fake_bwd(call: SaeEncodeDenseBwd) -> tuple[Tensor, Tensor]:
+    acts, n, dtype = call.acts, call.acts.shape[1], threshold_dtype(call.acts.dtype)
+    return acts.new_empty(n, dtype=dtype), acts.new_empty(n if call.bandwidth else 0, dtype=dtype)
 
 
-_encode_dense = register(
-    "sae_encode_dense(Tensor x, Tensor weight, Tensor? bias, Tensor? b_dec, Tensor? threshold, str activation, int k, "
-    "float bandwidth, Tensor? scale, bool ste_to_input) -> (Tensor, Tensor, Tensor, Tensor)",
+@register(
+    SaeEncodeDense,
     cpu=_cpu.encode_dense,
-    strided=("x", "weight", "b_dec"),
     fake=_fake,
-    setup_context=_context,
     backward=_backward,
+    saved=("x", "weight", "bias", "b_dec", "threshold"),
+    keep=lambda call, results: results[:1],
+    differentiable=2,
+    once_differentiable="sae.encode",
 )
-_bwd_ = register(
-    "sae_encode_dense_bwd_(Tensor(a!) grad, Tensor acts, Tensor grad_l0, Tensor? threshold, float bandwidth, "
-    "bool ste_to_input) -> (Tensor, Tensor)",
-    cpu=_cpu.encode_dense_bwd_,
-    strided=("grad_l0",),
-    fake=_fake_bwd,
-)
+def _encode_dense() -> Any:
+    from gossamer.sae._triton.encode_dense import encode_dense
+
+    return encode_dense
+
+
+@register(SaeEncodeDenseBwd, cpu=_cpu.encode_dense_bwd_, fake=_fake_bwd)
+def _bwd_() -> Any:
+    from gossamer.sae._triton.encode_dense import encode_dense_bwd_
+
+    return encode_dense_bwd_

@@ -6,13 +6,22 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from gossamer._core import tuning
+from gossamer._core import operator, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.rowsparse.dense_product import padded
 from gossamer.rowsparse.density import Density
 
 Path = Literal["torch", "tiles", "list", "bound", "topk", "batch"]
+operator.PATHS["sae.encode"] = {
+    "tiles": "ReLU or JumpReLU without gradients on Hopper, 16 bits, from 512 rows and 2^25 pre-activations on, and "
+    "few full rows: `gemm.linear_pack`",
+    "list": "all other calls with ReLU or JumpReLU: a product, and one pass that lists entries",
+    "bound": "TopK of many rows on Hopper: the product packs entries above a bound of each row, and the k largest are "
+    "selected from them",
+    "topk": "all other calls with TopK: a product, and a selection in each row",
+    "batch": "BatchTopK: a product, and a selection among all rows",
+}
 
 TILE_SLOTS = 16
 """Entries that a row may have in a tile of 256 columns where the product packs its own result ("tiles")."""

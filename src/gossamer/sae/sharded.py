@@ -18,14 +18,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.ops import refuse_second
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, TopK, resolve
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.formats import equal_spans
 from gossamer.rowsparse.pack import default_capacity, pack_operator
+from gossamer.rowsparse.records import PackRows
 from gossamer.rowsparse.rows import unchecked
 from gossamer.sae._torch.encode import order_keys_, pre_activations
 from gossamer.sae.decode import check_rest, decode_rows
-from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, encode_backward, run, save_operands
+from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, encode_backward, run
+from gossamer.sae.records import SaeEncode
 
 COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _DIGIT = 9  # bits a round of `_kth_key` settles; 63, of a float64, is a multiple of it
@@ -205,19 +208,25 @@ class _SelectAmongRanks(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         pre = pre_activations(x, weight, bias, b_dec)
         acts = torch.where(_among_largest(pre if scale is None else (pre * scale).to(pre.dtype), k, group), pre, 0)
-        values, indices, spans = pack_operator(acts, capacity)
+        values, indices, spans = pack_operator(PackRows(acts, capacity))
         l0 = spans[1].to(torch.promote_types(acts.dtype, torch.float32))
         return values, indices, spans, acts if capacity < acts.shape[1] else acts.new_empty(0, acts.shape[1]), l0
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, weight, bias, b_dec, k, capacity, scale, _ = inputs
-        like = (x, weight, bias, b_dec, None, "batchtopk", k, 0.0, capacity, scale, False)
-        save_operands(ctx, like, output)
+        x, weight, bias, b_dec, ctx.k, *_ = inputs
+        ctx.mark_non_differentiable(*output[1:3])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, weight, bias, b_dec, *output[:4])
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        return *encode_backward(ctx, *grads)[:4], *(None,) * 4
+        refuse_second("sae.encode")
+        x, weight, bias, b_dec, *kept = ctx.saved_tensors
+        call = SaeEncode(x, weight, bias, b_dec, None, "batchtopk", ctx.k, 0.0, None, None, False)
+        needs: Any = SaeEncode._make((*ctx.needs_input_grad[:4], *(False,) * 7))
+        found = encode_backward(call, kept, grads, needs)
+        return *map(found.get, SaeEncode._fields[:4]), *(None,) * 4
 
 
 def _among_largest(ranked: Tensor, k: int, group: Any) -> Tensor:

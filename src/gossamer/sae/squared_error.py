@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import register, save_inputs, undispatched
+from gossamer._core.operator import register
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._torch import squared_error as _cpu
+from gossamer.sae.records import SaeSquaredError, SaeSquaredErrorBwd
 
 
 def squared_error(x: Tensor, y: Tensor) -> Tensor:
@@ -37,42 +38,55 @@ def squared_error(x: Tensor, y: Tensor) -> Tensor:
             f"sae.squared_error: x and y must have one shape [..., D], got {list(x.shape)} and {list(y.shape)}."
         )
     flat = (x.shape[:-1].numel(), x.shape[-1])
-    given = x.reshape(flat), y.reshape(flat)
-    return undispatched(_squared_error, *given)(*given).view(x.shape[:-1])
+    return _squared_error(SaeSquaredError(x.reshape(flat), y.reshape(flat))).view(x.shape[:-1])
 
 
 def _wide(x: Tensor, y: Tensor) -> torch.dtype:
     return threshold_dtype(torch.promote_types(x.dtype, y.dtype))
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    x, y = ctx.saved_tensors
-    call, needs = undispatched(_bwd, grad, x, y), ctx.needs_input_grad
-    return call(grad, y, x) if needs[0] else None, call(grad, x, y) if needs[1] else None
+def _backward(call: SaeSquaredError, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    (x, y), (grad,) = call, grads
+    return {
+        "x": _bwd(SaeSquaredErrorBwd(grad, y, x)) if needs.x else None,
+        "y": _bwd(SaeSquaredErrorBwd(grad, x, y)) if needs.y else None,
+    }
 
 
-def _bwd_backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _bwd_backward(call: SaeSquaredErrorBwd, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     """Of -2 * grad * (x - y), in each of its three factors."""
-    grad, x, y = ctx.saved_tensors
+    grad, x, y = call
     wide = _wide(x, y)
-    grad_y = -2 * grad_y.to(wide)
+    grad_y = -2 * grads[0].to(wide)
     grad_x = grad.to(wide)[:, None] * grad_y
-    return (grad_y * (x.to(wide) - y.to(wide))).sum(1).to(grad.dtype), grad_x.to(x.dtype), -grad_x.to(y.dtype)
+    return {
+        "grad": (grad_y * (x.to(wide) - y.to(wide))).sum(1).to(grad.dtype),
+        "x": grad_x.to(x.dtype),
+        "y": -grad_x.to(y.dtype),
+    }
 
 
-_squared_error = register(
-    "sae_squared_error(Tensor x, Tensor y) -> Tensor",
+@register(
+    SaeSquaredError,
     cpu=_cpu.squared_error,
-    strided=("x", "y"),
-    fake=lambda x, y: x.new_empty(x.shape[0], dtype=_wide(x, y)),
-    setup_context=save_inputs,
+    fake=lambda call: call.x.new_empty(call.x.shape[0], dtype=_wide(*call)),
     backward=_backward,
+    saved=("x", "y"),
 )
-_bwd = register(
-    "sae_squared_error_bwd(Tensor grad, Tensor x, Tensor y) -> Tensor",
+def _squared_error() -> Any:
+    from gossamer.sae._triton.squared_error import squared_error
+
+    return squared_error
+
+
+@register(
+    SaeSquaredErrorBwd,
     cpu=_cpu.bwd,
-    strided=("grad", "x", "y"),
-    fake=lambda grad, x, y: y.new_empty(y.shape),
-    setup_context=save_inputs,
+    fake=lambda call: call.y.new_empty(call.y.shape),
     backward=_bwd_backward,
+    saved=("grad", "x", "y"),
 )
+def _bwd() -> Any:
+    from gossamer.sae._triton.squared_error import bwd
+
+    return bwd

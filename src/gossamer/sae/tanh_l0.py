@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer._core.ops import register, save_inputs, undispatched
+from gossamer._core.operator import register
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.pack import parts
+from gossamer.rowsparse.records import TransposeKeys
 from gossamer.rowsparse.rows import check_container
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import tanh_l0 as _cpu
 from gossamer.sae.encode import sum_gradients_by_column
+from gossamer.sae.records import SaeEncodeBwdColumns, SaeTanhL0, SaeTanhL0Bwd
 
 
 def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
@@ -45,45 +47,47 @@ def tanh_l0(rows: Rows, scale: Tensor) -> Tensor:
     checks.same_device(operator, "rows", rows.device, scale=scale)
     values, indices, spans, source = parts(operator, rows)
     scale = scale.to(threshold_dtype(values.dtype))
-    out: Tensor = undispatched(_tanh_l0, values, source, scale)(values, indices, spans, source, scale)
+    out: Tensor = _tanh_l0(SaeTanhL0(values, indices, spans, source, scale))
     return out.view(rows.shape[:-1])
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    values, indices, spans, source, scale = ctx.saved_tensors
-    call = undispatched(_tanh_l0_bwd, grad, values, scale)
-    grad_values, grad_source, slope, slope_source = call(grad, values, indices, spans, source, scale)
+def _backward(call: SaeTanhL0, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
+    (values, indices, spans, source, scale), (grad,) = call, grads
+    grad_values, grad_source, slope, slope_source = _tanh_l0_bwd(SaeTanhL0Bwd(grad, *call))
     grad_scale = None
-    if ctx.needs_input_grad[4]:
-        columns = undispatched(transpose_keys, indices, spans)(indices, spans, scale.shape[0])
+    if needs.scale:
+        offsets, keys, columns = transpose_keys(TransposeKeys(indices, spans, scale.shape[0]))
         none = grad.new_zeros(1).expand(spans.shape[1])
         stored = slope_source if source is None else source
-        sums = undispatched(sum_gradients_by_column, slope, values)(
-            slope, slope_source, none, *columns, values, spans, stored, None, 0.0
+        sums = sum_gradients_by_column(
+            SaeEncodeBwdColumns(slope, slope_source, none, offsets, keys, columns, values, spans, stored, None, 0.0)
         )
         grad_scale = sums[0].to(scale.dtype)
-    return grad_values, None, None, None if source is None else grad_source, grad_scale
+    return {"values": grad_values, "source": None if source is None else grad_source, "scale": grad_scale}
 
 
-def _fake_bwd(*operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    _, values, _, spans, source, scale = operands
+def _fake_bwd(call: SaeTanhL0Bwd) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    _, values, _, spans, source, scale = call
     dense = values.new_empty(0 if source is None else spans.shape[1], scale.shape[0])
-    return torch.empty_like(values), dense, *(torch.empty_like(t, dtype=scale.dtype) for t in (values, dense))
+    slope, slope_source = (torch.empty_like(t, dtype=scale.dtype) for t in (values, dense))
+    return torch.empty_like(values), dense, slope, slope_source
 
 
-_tanh_l0 = register(
-    "sae_tanh_l0(Tensor values, Tensor indices, Tensor spans, Tensor? source, Tensor scale) -> Tensor",
+@register(
+    SaeTanhL0,
     cpu=_cpu.tanh_l0,
-    strided=("source",),
-    fake=lambda values, indices, spans, source, scale: scale.new_empty(spans.shape[1]),
-    setup_context=save_inputs,
+    fake=lambda call: call.scale.new_empty(call.spans.shape[1]),
     backward=_backward,
+    saved=SaeTanhL0._fields,
 )
-_tanh_l0_bwd = register(
-    "sae_tanh_l0_bwd(Tensor grad, Tensor values, Tensor indices, Tensor spans, Tensor? source, Tensor scale) -> "
-    "(Tensor, Tensor, Tensor, Tensor)",
-    cpu=_cpu.tanh_l0_bwd,
-    strided=("grad", "source"),
-    fake=_fake_bwd,
-    once_differentiable="sae.tanh_l0",
-)
+def _tanh_l0() -> Any:
+    from gossamer.sae._triton.tanh_l0 import tanh_l0
+
+    return tanh_l0
+
+
+@register(SaeTanhL0Bwd, cpu=_cpu.tanh_l0_bwd, fake=_fake_bwd, once_differentiable="sae.tanh_l0")
+def _tanh_l0_bwd() -> Any:
+    from gossamer.sae._triton.tanh_l0 import tanh_l0_bwd
+
+    return tanh_l0_bwd

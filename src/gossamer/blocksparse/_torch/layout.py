@@ -11,19 +11,18 @@ def layout(call: BlocksparseLayout) -> Tensor:
     """Operator `blocksparse_layout`."""
     buffer = torch.full((length(call.form),), -1, dtype=torch.int32)
     rows, cells = Lists(buffer, call.form), []
-    halves = rows, rows.mT
+    halves, capacity = (rows, rows.mT), rows.form.capacity
     for lists, mask in zip(halves, (call.mask, call.mask.mT)):
-        lines, across = max(mask.shape[1], 1), max(mask.shape[2], 1)
-        lists.row_offsets[0] = 0
-        torch.cumsum(mask.sum(2).view(-1), 0, out=lists.row_offsets[1:])
-        present = mask.reshape(-1).nonzero().squeeze(1)
-        lists.positions[present] = torch.arange(present.numel(), dtype=torch.int32)
-        held = present[: lists.form.capacity]
-        row, column = held // across, held % across
-        lists.col_indices[: held.numel()] = column
-        lists.row_indices[: held.numel()] = row
-        cells.append((row // lines * across + column) * lines + row % lines)
+        _, lines, across = mask.shape
+        z, line, column = mask.nonzero().unbind(1)
+        row, positions, offsets = z * lines + line, lists.positions, lists.row_offsets
+        offsets[0] = 0
+        torch.cumsum(mask.sum(2).view(-1), 0, out=offsets[1:])
+        positions[row * across + column] = torch.arange(len(z), dtype=torch.int32)
+        held = min(len(z), capacity)
+        lists.col_indices[:held], lists.row_indices[:held] = column[:held], row[:held]
+        cells.append(((z * across + column) * lines + line)[:held])
     for lists, cell in zip(halves, reversed(cells)):
         # Where there are more blocks than room nothing is right, but whoever follows the order stays inside.
-        lists.transpose_order[: cell.numel()] = lists.positions[cell].clamp(max=lists.form.capacity - 1)
+        lists.transpose_order[: len(cell)] = lists.positions[cell].clamp(max=capacity - 1)
     return buffer

@@ -4,8 +4,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.rowsparse._torch.matmul import batch_product, matmul
+from gossamer.rowsparse._torch.matmul import batch_product, multiply
 from gossamer.rowsparse._torch.pack import overflowed_rows
+from gossamer.rowsparse.records import LinearRows, MatmulLinear
 
 _BLOCK = 256
 """Rows that are computed again at one time."""
@@ -24,10 +25,9 @@ def activate_(z: Tensor, threshold: Tensor | None) -> Tensor:
     return z.masked_fill_(z <= (0 if threshold is None else threshold.clamp(min=0)), 0)
 
 
-def linear_source(
-    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, spans: Tensor, room: int
-) -> Tensor:
-    """Operator `linear_source` -> [M, N], written at rows whose spans end beyond `room`."""
+def linear_source(call: LinearRows) -> Tensor:
+    """[M, N], written at rows whose spans end beyond `room`."""
+    x, weight, bias, threshold, spans, room = call
     out = x.new_empty(x.shape[0], weight.shape[0])
     over = overflowed_rows(spans, room)
     if over.numel():
@@ -35,20 +35,10 @@ def linear_source(
     return out
 
 
-def matmul_linear(
-    values: Tensor,
-    indices: Tensor,
-    spans: Tensor,
-    x: Tensor,
-    source_weight: Tensor,
-    source_bias: Tensor | None,
-    threshold: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """Operator `matmul_linear`: rows times weight, with overflowed rows from a linear source."""
-    out = matmul(values, indices, spans, None, weight, bias, out_dtype, alone=False)
+def matmul_linear(call: MatmulLinear) -> Tensor:
+    """Rows times weight, with overflowed rows from a linear source."""
+    values, indices, spans, x, source_weight, source_bias, threshold, weight, bias, out_dtype = call
+    out = multiply(values, indices, spans, None, weight, bias, out_dtype, alone=False)
     over = overflowed_rows(spans, values.shape[0])
     wide = out.dtype if bias is None else torch.promote_types(out.dtype, torch.float32)
     for rows in over.split(_BLOCK) if over.numel() else ():

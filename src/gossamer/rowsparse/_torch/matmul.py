@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import CHUNK, dot_entries, overflowed_rows, refuse_overflow, stored
 from gossamer.rowsparse.formats import offsets_of
+from gossamer.rowsparse.records import Matmul, MatmulBwd
 
 _RUN = 64
 _BATCH = 4
@@ -56,7 +57,12 @@ def batch_product(a: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return (a @ weight)[:rows].to(dtype)
 
 
-def matmul(
+def matmul(call: Matmul) -> Tensor:
+    """[M, D]"""
+    return multiply(*call)
+
+
+def multiply(
     values: Tensor,
     indices: Tensor,
     spans: Tensor,
@@ -66,7 +72,7 @@ def matmul(
     out_dtype: torch.dtype | None,
     alone: bool = True,
 ) -> Tensor:
-    """Operator `matmul`. Unless `alone`, somebody else computes rows that overflowed without a source: they hold
+    """[M, D]. Unless `alone`, somebody else computes rows that overflowed without a source: they hold
     nothing but the bias."""
     if source is None and alone:
         refuse_overflow("rowsparse.matmul", spans, values.shape[0])
@@ -82,19 +88,9 @@ def matmul(
     return out if bias is None else (out + bias).to(dtype)
 
 
-def matmul_bwd(
-    grad: Tensor,
-    indices: Tensor,
-    keys: Tensor,
-    col_offsets: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    source: Tensor | None,
-    weight: Tensor | None,
-    dtype: torch.dtype,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Operator `matmul_bwd` -> (weight gradient [N, D], float32 gradient of values), from transposed entries."""
+def matmul_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
+    """(weight gradient [N, D], float32 gradient of values), from transposed entries."""
+    grad, _, keys, col_offsets, values, spans, source, weight, dtype, mask = call
     nnz = int(col_offsets[-1])
     rows, slots = keys[:nnz] >> 32, keys[:nnz] & 0xFFFFFFFF
     out = bag(rows, values[slots], col_offsets, grad, torch.promote_types(dtype, torch.float32))

@@ -4,6 +4,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gossamer.rowsparse.records import PackRows, Unpack
+
 _BLOCK, _SMALL = 64, 1 << 15
 CHUNK = 1 << 22
 """Numbers that are gathered at one time."""
@@ -103,8 +105,9 @@ def count(flags: Tensor, dim: int) -> Tensor:
     return torch.from_numpy(np.count_nonzero(flags.numpy(), axis=dim))
 
 
-def pack_rows(x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `pack_rows`."""
+def pack_rows(call: PackRows) -> tuple[Tensor, Tensor, Tensor]:
+    """As its record says."""
+    x, capacity = call
     return buffers_of(*entries(x), capacity)
 
 
@@ -165,8 +168,9 @@ def overflow_error(operator: str) -> Overflowed:
     )
 
 
-def unpack(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int) -> Tensor:
-    """Operator `unpack`: dense [M, N]; repeated indices add up in the order of their slots."""
+def unpack(call: Unpack) -> Tensor:
+    """Dense [M, N]; repeated indices add up in the order of their slots."""
+    values, indices, spans, source, n = call
     m = spans.shape[1]
     if source is None:
         refuse_overflow("rowsparse.unpack", spans, values.shape[0])

@@ -4,23 +4,16 @@ import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import CHUNK, dot_entries, overflowed_rows, stored
+from gossamer.rowsparse.records import SampledMatmul
 
 DENSE = 1 / 64
 """The share of entries from which on all products are computed. On x86 an entry takes 5 ns a column to gather, and a
 product of matrices 0.03 to 0.05 ns a multiplication."""
 
 
-def sampled_matmul(
-    x: Tensor,
-    weight: Tensor,
-    indices: Tensor,
-    spans: Tensor,
-    source: Tensor | None,
-    scatter: bool,
-    masked: bool,
-    products: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows)."""
+def sampled_matmul(call: SampledMatmul) -> tuple[Tensor, Tensor]:
+    """(values like indices, dense [M, N] that is right at overflowed rows)."""
+    x, weight, indices, spans, source, scatter, masked, products = call
     m, n = x.shape[0], weight.shape[0]
     slots, rows = stored(indices, spans, n)
     columns = indices[slots].long()

@@ -5,10 +5,12 @@ from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import stored
 from gossamer.rowsparse.formats import offsets_of
+from gossamer.rowsparse.records import TransposeKeys
 
 
-def transpose_keys(indices: Tensor, spans: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `transpose_keys`."""
+def transpose_keys(call: TransposeKeys) -> tuple[Tensor, Tensor, Tensor]:
+    """As its record says."""
+    indices, spans, n = call
     slots, rows = stored(indices, spans, n)
     columns = indices[slots].long()
     order = torch.sort(columns, stable=True).indices

@@ -5,6 +5,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.rowsparse.records import DenseTranspose
 
 
 @launch.kernel
@@ -28,8 +29,13 @@ def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr,
         gdc_wait()
 
 
-def dense_transpose(x: Tensor) -> Tensor:
-    """Operator `dense_transpose` -> [N, M], contiguous."""
+def dense_transpose(call: DenseTranspose) -> Tensor:
+    """[N, M], contiguous."""
+    return turned(call.x)
+
+
+def turned(x: Tensor) -> Tensor:
+    """x.t(), contiguous."""
     m, n = x.shape
     out = x.new_empty(n, m)
     if x.stride(1) != 1:
@@ -55,7 +61,7 @@ def rows_contiguous(x: Tensor) -> Tensor:
     """x with neighbouring columns side by side in memory; rows may be any distance apart."""
     if x.stride(1) == 1 or x.shape[1] <= 1:
         return x
-    return dense_transpose(x.t()) if x.stride(0) == 1 else x.contiguous()
+    return turned(x.t()) if x.stride(0) == 1 else x.contiguous()
 
 
 EXAMPLES = {_dense_transpose_kernel: {"BLOCK": 64, "BESIDE": False}}

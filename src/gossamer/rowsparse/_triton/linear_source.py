@@ -5,17 +5,17 @@ is always launched and leaves at once where a block of rows has none. To multipl
 buffer of an eighth of the matrix, or 64 MiB: the rows are computed there, and `overflow` multiplies them from there.
 """
 
-import torch
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
-from gossamer.rowsparse._triton._rows import overflowed
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse._triton.matmul import launch_matmul
 from gossamer.rowsparse._triton.overflow import Overflow, dot, summed_apart
+from gossamer.rowsparse._triton.spans import overflowed
+from gossamer.rowsparse.records import LinearRows, MatmulLinear
 
 
 @launch.kernel
@@ -78,10 +78,9 @@ def tile_of(m: int, weight: Tensor) -> launch.Tile:
     return launch.Tile({"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64 if tuning.hopper(weight.device) else 32}, 8, 3)
 
 
-def linear_source(
-    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, spans: Tensor, room: int
-) -> Tensor:
-    """Operator `linear_source`."""
+def linear_source(call: LinearRows) -> Tensor:
+    """As its record says."""
+    x, weight, bias, threshold, spans, room = call
     out = x.new_empty(x.shape[0], weight.shape[0])
     launch_linear_source(x, weight, bias, threshold, spans, room, out)
     return out
@@ -107,19 +106,9 @@ def launch_linear_source(
     _linear_source_kernel((row_blocks, share, 1), args, meta, **tile.options)
 
 
-def matmul_linear(
-    values: Tensor,
-    indices: Tensor,
-    spans: Tensor,
-    x: Tensor,
-    source_weight: Tensor,
-    source_bias: Tensor | None,
-    threshold: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """Operator `matmul_linear`: rows times weight, with overflowed rows from a linear source."""
+def matmul_linear(call: MatmulLinear) -> Tensor:
+    """Rows times weight, with overflowed rows from a linear source."""
+    values, indices, spans, x, source_weight, source_bias, threshold, weight, bias, out_dtype = call
     weight = rows_contiguous(weight)
     m, n, room = spans.shape[1], weight.shape[0], values.shape[0]
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)

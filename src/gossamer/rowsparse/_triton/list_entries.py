@@ -22,6 +22,7 @@ from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.limit import add_bias, limits_of, load_limit, load_threshold
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.rowsparse.pack import MOST_ENTRIES, default_capacity
+from gossamer.rowsparse.records import PackRows
 
 DONE = tl.constexpr(1 << 31)
 """Marks a flag whose count is the sum of all pieces up to its own."""
@@ -299,8 +300,9 @@ def cut(m: int, n: int, element_size: int, limited: bool = False) -> Cut:
     return Cut(sizes, launch.cdiv(words, parts * width), WARPS)
 
 
-def pack_rows(x: Tensor, capacity: int | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `pack_rows`."""
+def pack_rows(call: PackRows) -> tuple[Tensor, Tensor, Tensor]:
+    """As its record says."""
+    x, capacity = call
     return list_all(x) if capacity is None else list_slots(x, capacity)
 
 

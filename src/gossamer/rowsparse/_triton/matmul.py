@@ -20,12 +20,13 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import matmul_dense
 from gossamer.rowsparse._triton.overflow import Overflow
 from gossamer.rowsparse._triton.pack import even_length, is_even
+from gossamer.rowsparse._triton.spans import row_span
 from gossamer.rowsparse.matmul_path import choose_path, gather_tile
+from gossamer.rowsparse.records import Matmul, MatmulBwd
 
 LONG = 64
 """Entries up to which a weight row is one warp's work, whatever others have. Where all 65,536 had 84, the larger
@@ -241,16 +242,9 @@ def bwd_tile(element_size: int) -> launch.Tile:
     return launch.Tile(sizes, warps=1, registers=80)
 
 
-def matmul(
-    values: Tensor,
-    indices: Tensor,
-    spans: Tensor,
-    source: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """Operator `matmul`. As in `sae._triton.decode`, work that depends on shapes is done once and kept as a plan."""
+def matmul(call: Matmul) -> Tensor:
+    """As in `sae._triton.decode`, work that depends on shapes is done once and kept as a plan."""
+    values, indices, spans, source, weight, bias, out_dtype = call
     m = spans.shape[1]
     # The dense product would be rounded before a wider bias is added to it.
     as_weight = out_dtype in (None, weight.dtype) and (bias is None or bias.dtype is weight.dtype)
@@ -316,22 +310,12 @@ def launch_matmul(
     return None if gather is None or over is None else (gather, over)
 
 
-def matmul_bwd(
-    grad: Tensor,
-    indices: Tensor,
-    keys: Tensor,
-    col_offsets: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    source: Tensor | None,
-    weight: Tensor | None,
-    dtype: torch.dtype,
-    mask: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """Operator `matmul_bwd` -> (weight gradient [N, D] of `dtype`, float32 gradient of values), by transposed entries.
+def matmul_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
+    """(weight gradient [N, D] of `dtype`, float32 gradient of values), by transposed entries.
 
     Without `weight` the second is empty, and with it, 0 at rows that overflowed. Those count where `mask` is not 0.
     """
+    grad, _, keys, col_offsets, values, spans, source, weight, dtype, mask = call
     n, d = col_offsets.shape[0] - 1, grad.shape[1]
     grad_weight = torch.empty(n, d, dtype=dtype, device=grad.device)
     size = 0 if weight is None else values.numel()

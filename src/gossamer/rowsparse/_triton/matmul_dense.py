@@ -13,9 +13,9 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ranges import span
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.unpack import unpack
+from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.unpack import spread
 from gossamer.rowsparse.dense_product import dense_product, padded
 from gossamer.rowsparse.matmul_path import rows_at_once
 
@@ -58,10 +58,10 @@ def matmul_dense(
     step = rows_at_once(m, columns, values.element_size(), values, indices, weight)
     with span("gossamer::rowsparse.matmul/dense"):
         if step >= m:
-            return dense_product(unpack(values, indices, spans, source, n, columns), weight, bias, None)
+            return dense_product(spread(values, indices, spans, source, n, columns), weight, bias, None)
         out = weight.new_empty(m, d)
         for rows, held, dense in _parts(m, step, spans, source):
-            out[rows] = dense_product(unpack(values, indices, held, dense, n, columns), weight, bias, None)
+            out[rows] = dense_product(spread(values, indices, held, dense, n, columns), weight, bias, None)
     return out
 
 

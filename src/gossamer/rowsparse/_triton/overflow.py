@@ -22,8 +22,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton._rows import overflowed
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.spans import overflowed
 
 
 @triton.jit

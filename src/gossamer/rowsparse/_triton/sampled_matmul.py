@@ -13,10 +13,11 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import sampled_matmul_dense
+from gossamer.rowsparse._triton.spans import row_span
 from gossamer.rowsparse.matmul_path import choose_sampled_path
+from gossamer.rowsparse.records import SampledMatmul
 
 
 @triton.jit
@@ -80,17 +81,8 @@ SCATTER = launch.Tile({"BLOCK_E": 32, "BLOCK_D": 16}, warps=8)
 """Of products that are put among zeros: warps enough to write at memory bandwidth."""
 
 
-def sampled_matmul(
-    x: Tensor,
-    weight: Tensor,
-    indices: Tensor,
-    spans: Tensor,
-    source: Tensor | None,
-    scatter: bool,
-    masked: bool,
-    products: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    """Operator `sampled_matmul` -> (values like indices, dense [M, N] that is right at overflowed rows).
+def sampled_matmul(call: SampledMatmul) -> tuple[Tensor, Tensor]:
+    """(values like indices, dense [M, N] that is right at overflowed rows).
 
     With `scatter` the second result is the whole masked product, zeros included, and the first is empty; columns must
     ascend in each row. Without, it is empty unless the pattern has a source, and zero but for the overflowed rows.
@@ -98,6 +90,7 @@ def sampled_matmul(
     `products` (like indices) is given, it holds the products at entries already: the weight's gradient has read the
     same rows.
     """
+    x, weight, indices, spans, source, scatter, masked, products = call
     ready = scatter or products is not None or x.dtype is not weight.dtype
     if not ready and choose_sampled_path(x, indices, source is not None, weight) == "dense":
         return sampled_matmul_dense(x, weight, indices, spans, source, masked)

@@ -14,7 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton._rows import row_span
+from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse.records import TransposeKeys
 
 LONG = 256
 """Keys up to which a column is one warp's work."""
@@ -117,8 +118,9 @@ def _column_sort_long_kernel(
                 rank_block(keys_ptr, sorted_ptr, columns_ptr, column, at, begin, end, BLOCK)
 
 
-def transpose_keys(indices: Tensor, spans: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `transpose_keys`."""
+def transpose_keys(call: TransposeKeys) -> tuple[Tensor, Tensor, Tensor]:
+    """As its record says."""
+    indices, spans, n = call
     m, room, device = spans.shape[1], indices.shape[0], indices.device
     keys = torch.empty(room, dtype=torch.int64, device=device)
     columns = torch.empty(room, dtype=torch.int32, device=device)

@@ -12,8 +12,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse.records import Unpack
 
 
 @triton.jit
@@ -86,10 +87,15 @@ FILL = 1024
 """Columns that a program writes at a time."""
 
 
-def unpack(
+def unpack(call: Unpack) -> Tensor:
+    """[M, N]"""
+    return spread(*call)
+
+
+def spread(
     values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int, columns: int | None = None
 ) -> Tensor:
-    """Operator `unpack`: rows of n columns, among zeros up to `columns`."""
+    """Rows of n columns, among zeros up to `columns`."""
     columns = n if columns is None else columns
     m, room = spans.shape[1], indices.shape[0]
     if m and n:

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import overflowed_rows, refuse_overflow, stored
+from gossamer.sae.records import SaeCountFired
 
 
-def count_fired(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int) -> Tensor:
-    """Operator `sae_count_fired` -> int64 [N]."""
+def count_fired(call: SaeCountFired) -> Tensor:
+    """Int64 [N]."""
+    values, indices, spans, source, n = call
     room = values.shape[0]
     if source is None:
         refuse_overflow("sae.count_fired", spans, room)

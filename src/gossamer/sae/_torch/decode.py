@@ -6,6 +6,7 @@ from torch import Tensor
 
 from gossamer.rowsparse._torch.matmul import bag, batch_product
 from gossamer.rowsparse._torch.pack import buffers_of, entries
+from gossamer.sae.records import SaeDecode, SaeDecodeLists
 
 _SAMPLES = 128
 
@@ -13,16 +14,16 @@ Lists = tuple[Tensor, Tensor, Tensor]
 """(row_offsets int64 [M + 1], columns int64 [nnz], values [nnz])."""
 
 
-def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
-    """Operator `sae_decode`. A CPU has no overflow: lists are as long as they need to be, if not as good as dense."""
+def decode(call: SaeDecode) -> Tensor:
+    """A CPU has no overflow: lists are as long as they need to be, if not as good as dense."""
+    acts, weight, bias, capacity, out_dtype = call
     lists, dense = _split(acts, _look_dense(acts, capacity), capacity)
     return _product(lists, dense, acts, weight, bias, out_dtype)
 
 
-def decode_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_decode_lists`: `decode`, and (values, indices, spans) of its lists."""
+def decode_lists(call: SaeDecodeLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`decode`, and (values, indices, spans) of its lists."""
+    acts, weight, bias, capacity, out_dtype = call
     looks = _look_dense(acts, capacity)
     lists, dense = _split(acts, looks, capacity)
     out = _product(lists, dense, acts, weight, bias, out_dtype)

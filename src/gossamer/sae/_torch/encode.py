@@ -14,6 +14,7 @@ from gossamer.rowsparse._torch.pack import (
     set_sign_,
 )
 from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 # The integers of a dtype's bit patterns, and the pattern that stands for NaN.
 _PATTERNS = {
@@ -33,23 +34,12 @@ def pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, b_dec: Tenso
     return pre if bias is None else pre.add_(bias)
 
 
-def encode(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    activation: str,
-    k: int,
-    bandwidth: float,
-    capacity: int | None,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_encode` -> (values, indices, spans, source or [0, N], l0).
+def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(values, indices, spans, source or [0, N], l0).
 
     Without a capacity the entries of a threshold lie side by side; TopK has k slots a row, BatchTopK k * M in all.
     """
+    x, weight, bias, b_dec, threshold, activation, k, bandwidth, capacity, scale, *_ = call
     pre = pre_activations(x, weight, bias, b_dec)
     m, n = pre.shape
     ranks = activation in ("topk", "batchtopk")
@@ -156,20 +146,9 @@ def _largest(pre: Tensor, k: int, groups: int) -> Tensor:
     return torch.cat([candidates[above], ties[rank < need[tied]]]).sort().values
 
 
-def bwd_columns(
-    grad_values: Tensor,
-    grad_source: Tensor,
-    grad_l0: Tensor,
-    col_offsets: Tensor,
-    keys: Tensor,
-    columns: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    source: Tensor,
-    threshold: Tensor | None,
-    bandwidth: float,
-) -> tuple[Tensor, Tensor]:
-    """Operator `sae_encode_bwd_columns` -> (grad_bias [N], grad_threshold [N], or [0] without a threshold)."""
+def bwd_columns(call: SaeEncodeBwdColumns) -> tuple[Tensor, Tensor]:
+    """(grad_bias [N], grad_threshold [N], or [0] without a threshold)."""
+    grad_values, grad_source, grad_l0, col_offsets, keys, columns, values, spans, source, threshold, bandwidth = call
     n = col_offsets.shape[0] - 1
     dtype = threshold_dtype(values.dtype)
     held = int(col_offsets[-1])
@@ -192,17 +171,10 @@ def bwd_columns(
     return grad_bias, torch.where(threshold < 0, 0, grad_threshold)
 
 
-def bwd_source(
-    grad: Tensor,
-    source: Tensor,
-    spans: Tensor,
-    room: int,
-    grad_l0: Tensor | None,
-    threshold: Tensor | None,
-    bandwidth: float,
-) -> Tensor:
-    """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone; with a threshold its
+def bwd_source(call: SaeEncodeBwdSource) -> Tensor:
+    """[M, N], written at overflowed rows alone; with a threshold its
     straight-through estimate is in it."""
+    grad, source, spans, room, grad_l0, threshold, bandwidth = call
     out = torch.empty_like(source)
     over = overflowed_rows(spans, room)
     value, grad = source[over], grad[over]

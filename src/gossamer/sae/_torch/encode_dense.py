@@ -6,21 +6,12 @@ from gossamer.rowsparse._torch.pack import count, keep_, set_sign_
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._torch.encode import encode, pre_activations
 from gossamer.sae.ranked import ranked
+from gossamer.sae.records import SaeEncodeDense, SaeEncodeDenseBwd
 
 
-def encode_dense(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    activation: str,
-    k: int,
-    bandwidth: float,
-    scale: Tensor | None,
-    ste_to_input: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_encode_dense` -> (acts, l0, fired, nnz)."""
+def encode_dense(call: SaeEncodeDense) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(acts, l0, fired, nnz)."""
+    x, weight, bias, b_dec, threshold, activation, k, bandwidth, scale, *_ = call
     wide = threshold_dtype(weight.dtype)
     near = None
     if activation in ("topk", "batchtopk"):
@@ -42,11 +33,10 @@ def encode_dense(
     return acts, l0.to(wide), m - count(silent, 0), nnz.int()
 
 
-def encode_dense_bwd_(
-    grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
-) -> tuple[Tensor, Tensor]:
-    """Operator `sae_encode_dense_bwd_`: grad becomes that of the pre-activations -> (its sums, gradient of the
+def encode_dense_bwd_(call: SaeEncodeDenseBwd) -> tuple[Tensor, Tensor]:
+    """Grad becomes that of the pre-activations -> (its sums, gradient of the
     threshold)."""
+    grad, acts, grad_l0, threshold, bandwidth, ste_to_input = call
     wide = threshold_dtype(acts.dtype)
     fires = acts != 0
     slope = None

@@ -4,10 +4,12 @@ import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import overflowed_rows, refuse_overflow, stored
+from gossamer.sae.records import SaeTanhL0, SaeTanhL0Bwd
 
 
-def tanh_l0(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
-    """Operator `sae_tanh_l0` -> [M]."""
+def tanh_l0(call: SaeTanhL0) -> Tensor:
+    """[M]."""
+    values, indices, spans, source, scale = call
     if source is None:
         refuse_overflow("sae.tanh_l0", spans, values.shape[0])
     slots, rows = stored(indices, spans, scale.shape[0])
@@ -19,10 +21,9 @@ def tanh_l0(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | Non
     return out
 
 
-def tanh_l0_bwd(
-    grad: Tensor, values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and in the dtype of scale the terms of its own."""
+def tanh_l0_bwd(call: SaeTanhL0Bwd) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of values and source, and in the dtype of scale the terms of its own."""
+    grad, values, indices, spans, source, scale = call
     slots, rows = stored(indices, spans, scale.shape[0])
     value, steep = values[slots], scale[indices[slots]]
     inner = grad[rows] * (1 - torch.tanh(value * steep).square())

@@ -5,8 +5,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.spans import row_span
+from gossamer.sae.records import SaeCountFired
 
 
 @launch.kernel
@@ -34,8 +35,9 @@ def _count_fired_kernel(
             tl.atomic_add(out_ptr + columns, tl.full([BLOCK], -(1 << 40), tl.int64), mask=columns < N, sem="relaxed")
 
 
-def count_fired(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int) -> Tensor:
-    """Operator `sae_count_fired` -> int64 [N]."""
+def count_fired(call: SaeCountFired) -> Tensor:
+    """Int64 [N]."""
+    values, indices, spans, source, n = call
     m, room = spans.shape[1], values.shape[0]
     out = torch.zeros(n, dtype=torch.int64, device=values.device)
     if m and n:

@@ -22,7 +22,9 @@ from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.list_entries import list_slots
 from gossamer.rowsparse._triton.matmul import matmul
 from gossamer.rowsparse.matmul_path import gather_tile
+from gossamer.rowsparse.records import Matmul
 from gossamer.sae.decode_path import one_launch
+from gossamer.sae.records import SaeDecode, SaeDecodeLists
 
 
 @triton.jit
@@ -156,22 +158,22 @@ def _one_launch(
     return (scan, overflow.forward(overflow.Overflow(acts, spans, capacity), weight, bias, out)), spans, words
 
 
-def decode_lists(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_decode_lists` -> (out [M, D], values, indices, spans), the lists as `pack_rows` gives them."""
+def decode_lists(call: SaeDecodeLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out [M, D], values, indices, spans), the lists as `pack_rows` gives them."""
+    acts, weight, bias, capacity, out_dtype = call
     values, indices, spans = list_slots(acts, capacity)
-    return matmul(values, indices, spans, acts, weight, bias, out_dtype), values, indices, spans
+    return matmul(Matmul(values, indices, spans, acts, weight, bias, out_dtype)), values, indices, spans
 
 
-def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out_dtype: torch.dtype | None) -> Tensor:
-    """Operator `sae_decode`: the output alone.
+def decode(call: SaeDecode) -> Tensor:
+    """The output alone.
 
     Host time is most of a small decode, so the work that depends on shapes is done once and kept as a plan.
     """
+    acts, weight, bias, capacity, out_dtype = call
     m, n = acts.shape
     if not one_launch(m, n):
-        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
+        return decode_lists(SaeDecodeLists(*call))[0]
     key: tuple[object, ...] | None = None
     if not launch.INTERPRET:
         index = acts.get_device()
@@ -192,7 +194,7 @@ def decode(acts: Tensor, weight: Tensor, bias: Tensor | None, capacity: int, out
                     over[0](stream, *pointers, target, spans)
             return out
     if acts.numel() == 0 or weight.shape[1] == 0:
-        return decode_lists(acts, weight, bias, capacity, out_dtype)[0]
+        return decode_lists(SaeDecodeLists(*call))[0]
     x, w = rows_contiguous(acts), rows_contiguous(weight)
     out = torch.empty(m, w.shape[1], dtype=out_dtype or w.dtype, device=w.device)
     launches, spans, words = _one_launch(x, w, bias, out, capacity)

@@ -14,15 +14,16 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.limit import add_bias, load_threshold
 from gossamer.rowsparse._triton.list_entries import Limit, list_all, list_slots
 from gossamer.rowsparse._triton.pack import chunk_columns, even_length, is_even, scan_tile
+from gossamer.rowsparse._triton.spans import row_span
 from gossamer.rowsparse.dense_product import copies_pay, padded, padded_product
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.select import load_pre
 from gossamer.sae.encode_path import Path, choose_path, copies_weight, named, row_stride
+from gossamer.sae.records import SaeEncode
 
 GROUPS = 128
 """Words of a chunk: half as many as of `pack`, for thresholds take registers."""
@@ -72,20 +73,9 @@ def _activate_rows_kernel(
         activate_row(z_ptr + row * N, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK, VEC, WINDOW)
 
 
-def encode(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    activation: str,
-    k: int,
-    bandwidth: float,
-    capacity: int | None,
-    scale: Tensor | None = None,
-    ste_to_input: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_encode` -> (values, indices, spans, source or [0, N], l0)."""
+def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """(values, indices, spans, source or [0, N], l0)."""
+    x, weight, bias, b_dec, threshold, activation, k, bandwidth, capacity, scale, *_ = call
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
     m, n = x.shape[0], weight.shape[1]
     path = choose_path(activation, m, k, capacity, weight)

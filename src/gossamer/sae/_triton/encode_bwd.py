@@ -11,9 +11,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.overflow import list_overflowed, load_rows
+from gossamer.rowsparse._triton.spans import row_span
+from gossamer.sae.records import SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 
 @launch.kernel
@@ -105,20 +106,9 @@ def _encode_bwd_source_kernel(
         tl.store(out_ptr + row * N + columns, flow, mask=columns < N)
 
 
-def bwd_columns(
-    grad_values: Tensor,
-    grad_source: Tensor,
-    grad_l0: Tensor,
-    col_offsets: Tensor,
-    keys: Tensor,
-    columns: Tensor,
-    values: Tensor,
-    spans: Tensor,
-    source: Tensor,
-    threshold: Tensor | None,
-    bandwidth: float,
-) -> tuple[Tensor, Tensor]:
-    """Operator `sae_encode_bwd_columns` -> float32 (grad_bias [N], grad_threshold [N], or [0] without a threshold)."""
+def bwd_columns(call: SaeEncodeBwdColumns) -> tuple[Tensor, Tensor]:
+    """Float32 (grad_bias [N], grad_threshold [N], or [0] without a threshold)."""
+    grad_values, grad_source, grad_l0, col_offsets, keys, _, values, spans, source, threshold, bandwidth = call
     n = col_offsets.shape[0] - 1
     bias_out = torch.zeros(n, dtype=torch.float32, device=values.device)
     threshold_out = torch.zeros(0 if threshold is None else n, dtype=torch.float32, device=values.device)
@@ -139,16 +129,9 @@ def bwd_columns(
     return bias_out, threshold_out
 
 
-def bwd_source(
-    grad: Tensor,
-    source: Tensor,
-    spans: Tensor,
-    room: int,
-    grad_l0: Tensor | None,
-    threshold: Tensor | None,
-    bandwidth: float,
-) -> Tensor:
-    """Operator `sae_encode_bwd_source` -> [M, N], written at overflowed rows alone."""
+def bwd_source(call: SaeEncodeBwdSource) -> Tensor:
+    """[M, N], written at overflowed rows alone."""
+    grad, source, spans, room, grad_l0, threshold, bandwidth = call
     m, n = source.shape
     out = torch.empty(m, n, dtype=source.dtype, device=source.device)
     if m and n:

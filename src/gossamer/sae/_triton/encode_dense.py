@@ -19,6 +19,7 @@ from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._triton.encode import encode
 from gossamer.sae.ranked import ranked
+from gossamer.sae.records import SaeEncodeDense, SaeEncodeDenseBwd
 
 FORWARD = launch.Tile({"ROWS": 8, "COLUMNS": 256, "STAGES": 3})
 BACKWARD = launch.Tile({"ROWS": 8, "COLUMNS": 256, "STAGES": 3})
@@ -104,19 +105,9 @@ def _encode_dense_bwd_kernel(
         tl.store(sums_ptr + tl.num_programs(1) * N, -tl.sum(slopes, axis=0), mask=columns < N)
 
 
-def encode_dense(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    b_dec: Tensor | None,
-    threshold: Tensor | None,
-    activation: str,
-    k: int,
-    bandwidth: float,
-    scale: Tensor | None,
-    ste_to_input: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_encode_dense` -> (acts, l0, fired, nnz)."""
+def encode_dense(call: SaeEncodeDense) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(acts, l0, fired, nnz)."""
+    x, weight, bias, b_dec, threshold, activation, k, bandwidth, scale, *_ = call
     m, n = x.shape[0], weight.shape[1]
     if activation in ("topk", "batchtopk"):
         acts = ranked(x, weight, bias, b_dec, activation, k, scale, encode)
@@ -136,11 +127,10 @@ def encode_dense(
     return acts, l0, fired.sum(0), nnz
 
 
-def encode_dense_bwd_(
-    grad: Tensor, acts: Tensor, grad_l0: Tensor, threshold: Tensor | None, bandwidth: float, ste_to_input: bool
-) -> tuple[Tensor, Tensor]:
-    """Operator `sae_encode_dense_bwd_`: grad becomes that of the pre-activations -> (its sums, gradient of the
+def encode_dense_bwd_(call: SaeEncodeDenseBwd) -> tuple[Tensor, Tensor]:
+    """Grad becomes that of the pre-activations -> (its sums, gradient of the
     threshold)."""
+    grad, acts, grad_l0, threshold, bandwidth, ste_to_input = call
     (m, n), wide = acts.shape, threshold_dtype(acts.dtype)
     length, grid = _runs(m, n, acts, BACKWARD)
     sums = torch.empty(1 if threshold is None else 2, grid[1], n, dtype=torch.float32, device=acts.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.sae.records import SaeSquaredError, SaeSquaredErrorBwd
 
 
 @launch.kernel
@@ -40,8 +41,9 @@ def _squared_error_bwd_kernel(
         tl.store(out_ptr + row * D + columns, (grad * (y - x)).to(out_ptr.dtype.element_ty), mask=columns < D)
 
 
-def squared_error(x: Tensor, y: Tensor) -> Tensor:
-    """Operator `sae_squared_error` -> [M]."""
+def squared_error(call: SaeSquaredError) -> Tensor:
+    """[M]."""
+    x, y = call
     m, d = x.shape
     out = torch.empty(m, dtype=threshold_dtype(torch.promote_types(x.dtype, y.dtype)), device=x.device)
     if m:
@@ -52,8 +54,9 @@ def squared_error(x: Tensor, y: Tensor) -> Tensor:
     return out
 
 
-def bwd(grad: Tensor, x: Tensor, y: Tensor) -> Tensor:
-    """Operator `sae_squared_error_bwd` -> the gradient [M, D] of y."""
+def bwd(call: SaeSquaredErrorBwd) -> Tensor:
+    """The gradient [M, D] of y."""
+    grad, x, y = call
     m, d = x.shape
     out = torch.empty(m, d, dtype=y.dtype, device=y.device)
     if out.numel():

@@ -6,8 +6,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton._rows import row_span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.spans import row_span
+from gossamer.sae.records import SaeTanhL0, SaeTanhL0Bwd
 
 
 @triton.jit
@@ -95,8 +96,9 @@ def _tanh_l0_bwd_kernel(
                 tl.store(slope_source_ptr + row * N + columns, flow * value, mask=columns < N)
 
 
-def tanh_l0(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, scale: Tensor) -> Tensor:
-    """Operator `sae_tanh_l0` -> float32 [M]."""
+def tanh_l0(call: SaeTanhL0) -> Tensor:
+    """Float32 [M]."""
+    values, indices, spans, source, scale = call
     m, room, n = spans.shape[1], values.shape[0], scale.shape[0]
     out = torch.empty(m, dtype=torch.float32, device=values.device)
     if m:
@@ -107,10 +109,9 @@ def tanh_l0(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | Non
     return out
 
 
-def tanh_l0_bwd(
-    grad: Tensor, values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, scale: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_tanh_l0_bwd` -> gradients of values and source, and in the dtype of scale the terms of its own."""
+def tanh_l0_bwd(call: SaeTanhL0Bwd) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of values and source, and in the dtype of scale the terms of its own."""
+    grad, values, indices, spans, source, scale = call
     m, room, n = spans.shape[1], values.shape[0], scale.shape[0]
     grad_values, slope = torch.zeros_like(values), torch.zeros_like(values, dtype=scale.dtype)
     # Zero in all other rows, for gradients of one source are added up.
