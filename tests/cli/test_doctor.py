@@ -60,7 +60,7 @@ def test_the_cache_of_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 def test_each_kernel_of_hopper_has_a_check_in_16_bits() -> None:
     kernels = {f"{file.parts[-3]}.{file.stem}" for file in Path(gossamer.__file__).parent.glob("*/_gluon/[a-z]*.py")}
     checked = {check.name for check in checks(torch.device("cpu")) if check.variant.startswith("bfloat16")}
-    assert {re.sub("_(backward|order)$", "", name) for name in kernels} <= checked
+    assert {re.sub("_(backward|order|reduce)$", "", name) for name in kernels} <= checked
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def _blocksparse(randn: Randn) -> Iterator[Check]:
     yield Check("blocksparse.scatter", "bfloat16", add, sums, BUDGETS[half])
     soft = dense.masked_fill(~present, float("-inf")).softmax(-1)
     yield Check("blocksparse.softmax", "", partial(blocksparse.softmax, blocks), soft)
-    yield Check("blocksparse.transpose", "", lambda: blocks.mT, dense.T)
+    yield Check("blocksparse.BlockSparseTensor", "mT", lambda: blocks.mT, dense.T)
     for dtype, block in {torch.float32: 32, torch.bfloat16: 64}.items():
         T = 3 * block
         q, k, v = (randn(1, 2, T, 64).to(dtype) for _ in range(3))
