@@ -348,7 +348,7 @@ def matmul_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
 EXAMPLES = {
     _matmul_fwd_kernel: {
         "values_ptr": "*fp32", "w_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK_E": 4, "BLOCK_D": 128, "PARTIAL": 64,
-        "spans_ptr": "*i64", "LAUNCH_DEPENDENTS": False, "ALONE": False, "VEC": 4, "EVEN": False, "num_warps": 1,
+        "LAUNCH_DEPENDENTS": False, "ALONE": False, "VEC": 4, "EVEN": False, "num_warps": 1,
     },
     _matmul_bwd_kernel: {
         "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8,
