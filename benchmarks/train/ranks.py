@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
+from benchmarks.provenance import provenance
 from gossamer import nn
-from gossamer.cli import environment
 from gossamer.train import Config, Corpus, Run, preset
 
 TOKENS, ENTRIES, CALLS = 16_384, 29, 20
@@ -117,7 +117,7 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     command = shlex.join(["torchrun", "-m", "benchmarks.train.ranks", *sys.argv[1:]])
-    found = environment.provenance(command, Path(__file__).parents[2], device)
+    found = provenance(command, Path(__file__).parents[2], device)
     corpus = Corpus(given.corpus)
     config = preset(
         given.preset, steps=given.steps, l1=given.l1, reinitialize=0.1, method="auto", compile=given.compile,

@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from benchmarks.provenance import provenance
 from gossamer import nn
-from gossamer.cli import environment
 from gossamer.cli.energy import energy_counter
 from gossamer.nn.rotary_embedding import RotaryEmbedding
 from gossamer.sparsity import DeadNeuronTracker, reinitialize_
@@ -187,7 +187,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = environment.provenance(
+    found = provenance(
         shlex.join(["python", "-m", "benchmarks.train.step", *sys.argv[1:]]), Path(__file__).parents[2], device
     )
     changes = {"micro_batch": given.micro_batch, "batch": given.micro_batch} if given.micro_batch else {}

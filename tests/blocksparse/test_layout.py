@@ -11,6 +11,8 @@ from torch.utils import _pytree
 
 from gossamer import blocksparse
 from gossamer.blocksparse import Layout, from_dense
+from gossamer.blocksparse._torch.layout import layout as cpu_layout
+from gossamer.blocksparse.records import BlocksparseLayout
 
 SHAPES = [(1, 1), (3, 5), (2, 7, 1), (2, 3, 17, 40), (1, 130, 33), (2, 20, 300), (0, 4), (4, 0), (0, 3, 3)]
 
@@ -52,6 +54,15 @@ def test_parts(shape: tuple[int, ...], density: float, device: torch.device) -> 
         flat = flattened(mask)
         assert layout.row_offsets.tolist() == [0, *flat.sum(2).flatten().cumsum(0).tolist()]
         assert layout.col_offsets.tolist() == [0, *flat.sum(1).flatten().cumsum(0).tolist()]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_every_element_of_the_buffer_is_written(shape: tuple[int, ...], device: torch.device) -> None:
+    """Also those in front of a list that begins at a multiple of four: a buffer is compared, saved and hashed whole."""
+    mask = random_mask(shape, 0.4, device)
+    for capacity in (max(int(mask.sum()), 1), int(mask.sum()) + 1, int(mask.sum()) + 302):
+        layout = Layout.from_mask(mask, 16, capacity=capacity)
+        assert torch.equal(layout.buffer.cpu(), cpu_layout(BlocksparseLayout(flattened(mask).cpu(), layout.form)))
 
 
 def test_overflow(device: torch.device) -> None:

@@ -53,6 +53,22 @@ def test_through_dense(mix, turned, dtype: torch.dtype, device: torch.device, mo
     run(mix, turned, (40, 33, 50), (16, 32, 16), dtype, device, lead=(1,), density=0.7)
 
 
+@pytest.mark.kernels
+def test_turned_values_through_dense(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Values that are no contiguous tensor, and the expanded gradient of a sum."""
+    layout = Layout.from_mask(torch.tensor([[True, False], [True, True]], device=device), 16)
+    x, y = torch.randn(3, 16, 16, device=device).requires_grad_(), torch.randn(32, 48, device=device)
+
+    def step() -> tuple[torch.Tensor, torch.Tensor]:
+        out = matmul(BlockSparseTensor(x.mT, layout), y)
+        return out, torch.autograd.grad(out.sum(), x)[0]
+
+    wanted = step()
+    monkeypatch.setattr("gossamer.blocksparse.matmul_path.dense_is_faster", lambda *_: True)
+    for got, want in zip(step(), wanted):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("left", [True, False], ids=["sparse @ dense", "dense @ sparse"])
 @pytest.mark.kernels
 def test_lost_or_not_finite_through_dense(left: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

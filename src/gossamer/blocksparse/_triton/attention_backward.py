@@ -323,12 +323,14 @@ _plans = launch.Plans()
 def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `blocksparse_attention_bwd`."""
     given_grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
-    empty = q.new_empty(0)
+    # Results share no memory.
+    dbias, drelative = q.new_empty(0), q.new_empty(0)
     if q.numel() == 0 or k.numel() == 0:
-        zeros = [empty_like(x).zero_() for x in (q, k, v)]
-        for x, wanted in ((bias, call.with_bias), (relative, call.with_relative)):
-            zeros.append(x.new_zeros(x.shape) if x is not None and wanted else empty)
-        dq, dk, dv, dbias, drelative = zeros
+        if bias is not None and call.with_bias:
+            dbias = bias.new_zeros(bias.shape)
+        if relative is not None and call.with_relative:
+            drelative = relative.new_zeros(relative.shape)
+        dq, dk, dv = (empty_like(x).zero_() for x in (q, k, v))
         return dq, dk, dv, dbias, drelative
     key, index = None if grad_lse is not None else key_of(call), q.get_device()
     if key is not None:
@@ -340,7 +342,7 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
             gradients, statistics, shape = plan.launches
             stream, stats = torch._C._cuda_getCurrentRawStream(index), lse.new_empty(shape)
             statistics(stream, out.data_ptr(), given_grad.data_ptr(), lse.data_ptr(), None, stats.data_ptr())
-            return *gradients(stream, q, k, v, given_grad, stats, call.layout), empty, empty
+            return *gradients(stream, q, k, v, given_grad, stats, call.layout), dbias, drelative
     # Statistics, and the copy engine, read rows wherever they stand.
     grad = given_grad if given_grad.stride(-1) == 1 else given_grad.contiguous()
     stats, bound = attention_stats(out, grad, lse, grad_lse)
@@ -350,10 +352,9 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
         dq, dk, dv, again = hopper.launch_attention_bwd(call, grad, stats)
         if key is not None and bound is not None and grad is given_grad and out.transpose(1, 2).is_contiguous():
             _plans.keep(key, q.device, again, bound, stats.shape)
-        return dq, dk, dv, empty, empty
+        return dq, dk, dv, dbias, drelative
     given, grad = operands(call, tile_of), grad.contiguous()
     dq, dk, dv = launch_attention_bwd(given, grad, stats)
-    dbias, drelative = empty, empty
     if bias is not None and call.with_bias:
         dbias = launch_attention_dbias(given, bias, grad, stats)
     if relative is not None and call.with_relative:

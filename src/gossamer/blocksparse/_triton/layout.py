@@ -66,14 +66,21 @@ def _layout_fill_kernel(
     nnz = tl.load(offsets_ptr + ZR)
     begin = tl.load(offsets_ptr + ZR + z * C + col, mask=col < C, other=0) - nnz
     tl.store(columns_ptr + z * C + col, begin, mask=col < C)
-    tl.store(columns_ptr + tl.num_programs(0) // tiles * C, nnz, mask=pid == 0)
-    for first in range(pid * DOWN, ZR + 1, tl.num_programs(0) * DOWN):
+    ZC = tl.num_programs(0) // tiles * C
+    tl.store(columns_ptr + ZC, nnz, mask=pid == 0)
+    # Lists begin at multiples of four: what is left in front of the next list is padding too.
+    wide_rows, wide_columns, wide = tl.cdiv(ZR + 1, 4) * 4, tl.cdiv(ZC + 1, 4) * 4, tl.cdiv(capacity, 4) * 4
+    for first in range(pid * DOWN, wide_rows, tl.num_programs(0) * DOWN):
         at = first + tl.arange(0, DOWN)
-        tl.store(rows_ptr + at, tl.load(offsets_ptr + at, mask=at <= ZR, other=0), mask=at <= ZR)
+        tl.store(rows_ptr + at, tl.load(offsets_ptr + at, mask=at <= ZR, other=-1), mask=at < wide_rows)
     # Lists of entries are `room` long: columns, rows, order.
-    room = tl.cdiv(capacity, 4) * 4
-    by_rows = rows_ptr + tl.cdiv(ZR + 1, 4) * 4
-    by_columns = columns_ptr + tl.cdiv(tl.num_programs(0) // tiles * C + 1, 4) * 4
+    room = wide.to(tl.int64)
+    by_rows, by_columns = rows_ptr + wide_rows, columns_ptr + wide_columns
+    gap, blocks = tl.arange(0, 4), ZR * C
+    tl.store(columns_ptr + ZC + 1 + gap, -1, mask=(ZC + 1 + gap < wide_columns) & (pid == 0))
+    behind = (blocks + gap < tl.cdiv(blocks, 4) * 4) & (pid == 0)
+    tl.store(by_rows + 3 * room + blocks + gap, -1, mask=behind)
+    tl.store(by_columns + 3 * room + blocks + gap, -1, mask=behind)
     for first in range(0, R, DOWN):
         row = first + tl.arange(0, DOWN)
         held = (row < R)[:, None] & (col < C)[None, :]
@@ -96,11 +103,11 @@ def _layout_fill_kernel(
         tl.store(by_columns + room + entry, tl.zeros_like(place) + (z * C + col)[None, :], mask=inside)
         tl.store(by_rows + 2 * room + entry, tl.minimum(place, capacity - 1), mask=inside)
         begin += tl.sum(present, 0)
-    for first in range(nnz + pid * DOWN, capacity, tl.num_programs(0) * DOWN):
+    for first in range(tl.minimum(nnz, capacity) + pid * DOWN, wide, tl.num_programs(0) * DOWN):
         at = first + tl.arange(0, DOWN)
         for part in tl.static_range(3):
-            tl.store(by_rows + part * room + at, -1, mask=at < capacity)
-            tl.store(by_columns + part * room + at, -1, mask=at < capacity)
+            tl.store(by_rows + part * room + at, -1, mask=at < wide)
+            tl.store(by_columns + part * room + at, -1, mask=at < wide)
 
 
 def layout(call: BlocksparseLayout) -> Tensor:

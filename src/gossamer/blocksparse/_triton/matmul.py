@@ -351,7 +351,10 @@ def launch_blocks(product: Turned, out: Tensor, wide: bool) -> None:
 def through_dense(call: BlocksparseMatmul) -> Tensor:
     """The product of dense copies, and its blocks where the result has some."""
     parts = (call.a, call.a_layout, call.a_form), (call.b, call.b_layout, call.b_form)
-    x, y = (x if layout is None else to_dense(BlocksparseToDense(x, layout, form, 0.0)) for x, layout, form in parts)
+    x, y = (
+        x if layout is None else to_dense(BlocksparseToDense(x.contiguous(), layout, form, 0.0))
+        for x, layout, form in parts
+    )
     out = torch.bmm(x.mT if call.trans_a else x, y.mT if call.trans_b else y)
     return out if call.out_layout is None else from_dense(BlocksparseFromDense(out, call.out_layout, call.out_form))
 

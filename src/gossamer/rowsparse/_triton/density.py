@@ -10,7 +10,8 @@ from torch import Tensor
 from gossamer._core import launch
 
 
-@launch.kernel
+# Counts are the second line of spans: those of an odd number of rows begin between two lines of 16 bytes.
+@launch.kernel(do_not_specialize=["counts_ptr"])
 def _row_density_kernel(counts_ptr, sums_ptr, M, limit, BLOCK: tl.constexpr, PARTS: tl.constexpr):
     """Program (part): the sum, the largest, how many exceed `limit`, and the sum of those that do not."""
     part = tl.program_id(0)
