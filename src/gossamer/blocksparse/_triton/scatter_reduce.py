@@ -35,6 +35,7 @@ from gossamer.blocksparse._triton.transpose import turn_blocks
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.lists import lost as lost_value
 from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
+from gossamer.blocksparse.scatter_path import choose_path
 
 
 @dataclass(frozen=True)
@@ -361,8 +362,9 @@ def scatter_transposed(call: BlocksparseScatterReduce) -> Tensor:
     given = None if given is None else turn_blocks(given, lists, given.dtype)
     src = None if src is None else turn_blocks(src, names, src.dtype)
     turned: dict[str, Any] = {"form": lists.form.mT, "index_form": names.form.mT, "axis": (2, *call.axis[1:])}
-    put = scatter_shared(call._replace(given=given, src=src, index=index, **turned))
-    del index, given, src  # their memory serves the result
+    rows = call._replace(given=given, src=src, index=index, **turned)
+    put = (scatter_shared if choose_path(rows) == "shared" else scatter_lines)(rows)
+    del rows, index, given, src  # their memory serves the result
     # Behind the last block there are zeros already, or NaN where the indices lost blocks.
     return turn_blocks(put, lists.mT, put.dtype, rest=True)
 
