@@ -1,7 +1,7 @@
 """Values that stand for no element: those behind the last block, and those beyond the matrix in a block that it cuts.
 
-Such values take no part, whatever they are, and their gradient is 0. The derivative of a root or a logarithm at 0 is
-infinite, and times a gradient of 0 it is NaN: functions of single elements get another number in their place.
+Values of no element take no part, NaN included, and their gradient is 0. The derivative of a root or a logarithm at 0
+is infinite, and times a gradient of 0 it is NaN: functions of single elements get another number in their place.
 """
 
 from __future__ import annotations

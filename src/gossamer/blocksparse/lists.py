@@ -17,7 +17,7 @@ from gossamer._core import checks
 
 
 class Form(NamedTuple):
-    """What the host knows of a layout, and operators take beside its buffer.
+    """The numbers of a layout that the host knows. Operators take them beside the buffer.
 
     Args:
         z: matrices; rows, cols: of blocks; height, width: of a block; m, n: of a matrix, in elements.

@@ -423,7 +423,7 @@ _plans = launch.Plans()
 
 
 def key_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Any:
-    """What a plan's launches depend on; None where a call has operands that no plan repeats."""
+    """The properties of a call on which a plan's launches depend; None where no plan repeats the call's operands."""
     if call.bias is not None or call.relative is not None or call.lengths is not None or call.form[8]:
         return None
     q, k, v = call.q, call.k, call.v

@@ -5,8 +5,8 @@ always a launch, with a grid that fills the GPU and no more, whose programs draw
 leave at once where there are none. Activations of RESERVED rows at a time stand in memory, `[R, N]`; the rows beyond
 take turns with them. The gate is computed again, for the slots of such rows do not hold all of it.
 
-Programs draw tiles by a ticket, step by step: a step's tiles wait until all of the step before are done. Those were
-drawn earlier, by programs that are at work, so that none waits for one that has not begun.
+Programs draw tiles by a ticket, step by step: a step's tiles wait until all tiles of the step before are done. Programs
+that are at work have drawn these tiles, so that no program waits for one that has not begun.
 """
 
 from typing import Any
