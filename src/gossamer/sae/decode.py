@@ -15,10 +15,11 @@ from gossamer.rowsparse._torch.pack import Overflowed, overflow_error
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.rowsparse.matmul import check_weight, gradients, multiply, repeat, sampled_operator
+from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.records import SampledMatmul, TransposeKeys
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
-from gossamer.sae.decode_path import PATHS, break_even, choose_path, named, path_of
+from gossamer.sae.decode_path import PATHS, choose_path, named, path_of
 from gossamer.sae.records import SaeDecode, SaeDecodeLists
 
 _checked: Checked[int] = Checked()
