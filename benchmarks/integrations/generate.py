@@ -1,4 +1,4 @@
-"""`integrations.transformers.patch` as its users meet it: `model.generate`, prefill and single blocks, eager, in bfloat16.
+"""`integrations.transformers.patch` in use: `model.generate`, prefill and single blocks, eager, in bfloat16.
 
     python -m benchmarks.integrations.generate [--model NAME ...] [--tokens 24] [--rounds 5]
     python -m benchmarks.integrations.generate --graphs      # a static cache, torch.compile(mode="reduce-overhead")

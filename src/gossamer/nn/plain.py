@@ -64,9 +64,11 @@ class _Kept(Generic[Found]):
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], found: Found) -> None:
         self.found = found
-        self._modules = [(name, part, type(part)) for name in names if (part := module._modules.get(name)) is not None]
+        self._modules = [(name, part := module._modules.get(name), type(part)) for name in names]
         self._hooks, self._seen, self._tensors = [*_GLOBAL_HOOKS], [], []
         for _, part, _ in self._modules:
+            if part is None:
+                continue
             self._hooks += [getattr(part, name) for name in _HOOKS]
             self._seen += [(part.__dict__, name, part.__dict__.get(name)) for name in _ATTRIBUTES]
             self._seen += [(part._parameters, name, tensor) for name, tensor in part._parameters.items()]
