@@ -17,6 +17,7 @@ from gossamer.rowsparse.entries import fitting, slots_of
 from gossamer.rowsparse.formats import empty_slots, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import check_capacity as check_slots
+from gossamer.rowsparse.pack import check_room
 from gossamer.rowsparse.records import DenseTranspose, Matmul, TransposeKeys
 from gossamer.rowsparse.rows import unchecked
 from gossamer.rowsparse.transpose import transpose_keys
@@ -114,6 +115,7 @@ def run(
     if known is None:
         W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
         known = (check_capacity(operator, parameters, capacity, W_enc.shape[1]),)
+        check_room(operator, math.prod(x.shape[:-1]), known[0] or k)
         _checked.keep(key, known)
     (slots,) = known
     if capacity == "exact":
