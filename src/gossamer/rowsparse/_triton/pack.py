@@ -10,8 +10,6 @@ import triton.language as tl
 
 from gossamer._core import launch
 
-COUNT = tl.constexpr((1 << 31) - 1)
-
 
 @triton.jit
 def chunk_columns(start, BLOCK: tl.constexpr, VEC: tl.constexpr):
@@ -71,29 +69,6 @@ def append_entries(
         tl.store(values_ptr + slot, tl.load(x_ptr + column, mask=mask, other=0.0), mask=mask)
         tl.store(indices_ptr + slot, column, mask=mask)
         slot += held.to(tl.int32)
-
-
-@triton.jit
-def publish(flag_ptr, epoch, count):
-    """Tells the programs after this one its count. An atomic, because a plain store could sit in a write buffer while
-    they wait."""
-    tl.atomic_xchg(flag_ptr, (epoch.to(tl.int64) << 32) | count, sem="relaxed")
-
-
-@triton.jit
-def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
-    """Waits until each of the first `count` words, without its count, is `ready`; sums the counts.
-
-    Equality, not order: launches of several host threads may reach the stream in another order than their epochs.
-    """
-    total = 0
-    for first in range(0, count, FLAGS):
-        chunk = first + tl.arange(0, FLAGS)
-        words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
-        while tl.sum(((words >= 0) & ((words >> 31) != ready)).to(tl.int32)) > 0:
-            words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
-        total += tl.sum(tl.where(chunk < count, words & COUNT, 0).to(tl.int32))
-    return total
 
 
 @triton.jit

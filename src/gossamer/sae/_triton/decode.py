@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.list_entries import list_slots
+from gossamer.rowsparse._triton.list_entries import list_slots, publish, sum_before
 from gossamer.rowsparse._triton.matmul import matmul
 from gossamer.rowsparse.matmul_path import gather_tile
 from gossamer.rowsparse.records import Matmul
@@ -39,7 +39,7 @@ def wait_for(ptr, epoch):
 @triton.jit
 def scan(
     x_ptr, slots_ptr, counts_ptr, count_ptr, epoch, chunk, chunks, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row into the row's slots; all pointers are the row's. Its last count is that of the row."""
     start = chunk * BLOCK
@@ -47,11 +47,11 @@ def scan(
     counts = pack.count_bits(bits)
     count = tl.sum(counts, axis=0)
     tag = epoch.to(tl.int64) << 32
-    pack.publish(counts_ptr + chunk, epoch, count)
+    publish(counts_ptr + chunk, epoch, count.to(tl.int64))
     if (count > 0) | (chunk == chunks - 1):
-        base = pack.wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
+        base = sum_before(counts_ptr, 0, chunk, epoch).to(tl.int32)
         if chunk == chunks - 1:
-            pack.publish(counts_ptr + chunks, epoch, base + count)
+            publish(counts_ptr + chunks, epoch, (base + count).to(tl.int64))
             tl.store(count_ptr, (base + count).to(tl.int64))
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts
@@ -90,8 +90,8 @@ def gather_slots(
 @launch.kernel(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, spans_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, FLAGS: tl.constexpr,
-    PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather. A row has `capacity` words of slots and
     chunks + 1 of counts. Its span is its count in buffers of `capacity` slots, from slot 0 on, which `overflow` reads.
@@ -107,7 +107,7 @@ def _decode_fwd_kernel(
     if pid < scanning:
         scan(
             x_ptr, slots_ptr, counts_ptr, spans_ptr + M + row, epoch, pid % chunks, chunks, N, capacity,
-            BLOCK, VEC, FLAGS,
+            BLOCK, VEC,
         )  # fmt: skip
         tl.store(spans_ptr + row, tl.zeros([], tl.int64))
     else:
@@ -144,7 +144,7 @@ def _one_launch(
     size = weight.element_size()
     meta = pack.scan_tile(n, size, groups=256 if n <= 65536 else 512)
     chunks = launch.cdiv(n, meta["BLOCK"])
-    meta |= gather_tile(m, d, size) | {"FLAGS": min(launch.next_power_of_2(chunks), 128)}
+    meta |= gather_tile(m, d, size)
     meta["PARTIAL"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
     overflows = capacity < n
     meta["LAUNCH_DEPENDENTS"] = overflows and tuning.dependent_launch(weight.device)
@@ -208,6 +208,6 @@ def decode(call: SaeDecode) -> Tensor:
 EXAMPLES = {
     _decode_fwd_kernel: {
         "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4,
-        "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False, "num_warps": 1,
+        "BLOCK_E": 32, "BLOCK_D": 32, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False, "num_warps": 1,
     },
 }  # fmt: skip
