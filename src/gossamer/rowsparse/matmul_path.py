@@ -89,8 +89,9 @@ def _seconds(m: int, n: int, d: int, size: int, tf32: bool, index: int) -> tuple
 
 def choose_path(values: Tensor, m: int, may_overflow: bool, weight: Tensor) -> Path:
     """How m rows in buffers of these values times a weight `[N, D]` go: "dense" unpacks them first."""
+    n, d = weight.shape
     nnz = values.shape[0] / max(m, 1) * (FILLED if may_overflow else 1)
-    return "dense" if dense_is_faster(m, *weight.shape, nnz, weight) else "gather"
+    return "dense" if dense_is_faster(m, n, d, nnz, weight) else "gather"
 
 
 def choose_sampled_path(x: Tensor, indices: Tensor, may_overflow: bool, weight: Tensor) -> Path:
