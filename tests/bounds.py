@@ -32,7 +32,9 @@ class Bounds:
         outside = at[at + np.uint64(size) > self.ends[np.searchsorted(self.starts, at, "right") - 1]]
         if outside.size:
             near = [int(outside[0]) - int(start) for start in self.starts[1:]]
-            raise IndexError(f"{access} of {outside.size} elements beyond every argument, which are {near} bytes before")
+            raise IndexError(
+                f"{access} of {outside.size} elements beyond every argument: {near} bytes behind where they begin"
+            )
 
     def load(self, pointers: Any, mask: Any, other: Any, dtype: Any) -> Any:
         self.check("load", pointers, mask, np.dtype(dtype).itemsize)
