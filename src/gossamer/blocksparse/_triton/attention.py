@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,6 +28,18 @@ from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
 INV_LN2 = 1.4426950408889634
+
+
+class Tile(NamedTuple):
+    """Queries and keys of a step, warps, stages of loads ahead, most registers of a thread (None: as many as it takes),
+    and the depth of a ring of keys where it is not that of the values'."""
+
+    block_m: int
+    block_n: int
+    warps: int = 4
+    stages: int = 2
+    registers: int | None = None
+    key_stages: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,9 +55,11 @@ class Config:
     block_k: int
     block_m: int
     block_n: int
-    block_d: int
     warps: int
     stages: int
+    registers: int | None
+    key_stages: int
+    block_d: int
     causal: bool
     layout_batch: bool
     layout_head: bool
@@ -62,7 +76,13 @@ class Config:
     @property
     def options(self) -> dict[str, Any]:
         """Of the launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+def config_of(p: Problem, tile: Tile, *added: Any) -> Config:
+    """The config of kernels for a problem; `added` are its fields from `bias` on."""
+    keys = tile.stages if tile.key_stages is None else tile.key_stages
+    return Config(*p.block, *tile[:5], keys, launch.next_power_of_2(max(p.d, 16)), p.causal, *p.own, *added)
 
 
 @triton.jit
@@ -106,27 +126,19 @@ def span(offsets_ptr, row, last, capacity):
 
 
 @triton.jit
-def reach(columns_ptr, begin, count, bound):
-    """How many of a row's blocks, in ascending order, stand before column `bound`."""
+def before(order_ptr, lines_ptr, begin, count, bound):
+    """How many blocks of a list, in ascending order, stand before line `bound`. Without an order it is their own."""
     low = count * 0
     high = count
     while low < high:
         middle = (low + high) // 2
-        before = tl.load(columns_ptr + begin + middle) < bound
-        low = tl.where(before, middle + 1, low)
-        high = tl.where(before, high, middle)
+        block = begin + middle
+        if order_ptr is not None:
+            block = tl.load(order_ptr + block)
+        less = tl.load(lines_ptr + block) < bound
+        low = tl.where(less, middle + 1, low)
+        high = tl.where(less, high, middle)
     return low
-
-
-@triton.jit
-def met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG: tl.constexpr):
-    """How many of a row's blocks any query of a tile meets: those behind the diagonal or a length are left out."""
-    if CONFIG.causal or lengths_ptr is not None:
-        end = limit
-        if CONFIG.causal:
-            end = tl.minimum(end, tl.maximum((tile + 1) * CONFIG.block_m + shift, 0))
-        count = reach(columns_ptr, begin, count, tl.cdiv(end, CONFIG.block_k))
-    return count
 
 
 @triton.jit
@@ -136,6 +148,55 @@ def reached(lengths_ptr, batch, Tq, Tk):
     if lengths_ptr is not None:
         limit = tl.minimum(tl.load(lengths_ptr + batch), Tk)
     return limit, tl.maximum(limit - Tq, tl.minimum(Tk - Tq, 0))
+
+
+@triton.jit
+def owner_of(program, Tq, CONFIG: tl.constexpr):
+    """(tile of queries, head counted over batches) of a program. Below a diagonal the last queries meet most keys, and
+    begin: a long row that began last would leave the GPU waiting."""
+    tiles = tl.cdiv(Tq, CONFIG.block_q) * (CONFIG.block_q // CONFIG.block_m)
+    tile = program % tiles
+    if CONFIG.causal:
+        tile = tiles - 1 - tile
+    return tile, program // tiles
+
+
+@triton.jit
+def row_of(lists, lengths_ptr, tile, pair, sizes, CONFIG: tl.constexpr):
+    """(first entry, entries, where the keys end, key of the first query, whether the lists are incomplete) of the row
+    of blocks of a tile of queries, without the blocks that no query of the tile meets."""
+    offsets_ptr, columns_ptr = lists
+    B, H, _, Tq, Tk, capacity = sizes
+    rows = tl.cdiv(Tq, CONFIG.block_q)
+    row = matrix_of(pair // H, pair % H, H, CONFIG) * rows + tile * CONFIG.block_m // CONFIG.block_q
+    begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
+    limit, shift = reached(lengths_ptr, pair // H, Tq, Tk)
+    if CONFIG.causal or lengths_ptr is not None:
+        end = limit
+        if CONFIG.causal:
+            end = tl.minimum(end, tl.maximum((tile + 1) * CONFIG.block_m + shift, 0))
+        count = before(None, columns_ptr, begin, count, tl.cdiv(end, CONFIG.block_k))
+    return begin, count, limit, shift, lost
+
+
+@triton.jit
+def column_of(lists, first, limit, shift, batch, head, sizes, CONFIG: tl.constexpr):
+    """(first entry, entries, first row of blocks of the matrix, whether the lists are incomplete) of the column of
+    blocks of a tile of keys from `first` on, without the blocks that none of them meets."""
+    offsets_ptr, order_ptr, rows_ptr = lists
+    B, H, _, Tq, Tk, capacity = sizes
+    columns = tl.cdiv(Tk, CONFIG.block_k)
+    z = matrix_of(batch, head, H, CONFIG)
+    base = z * tl.cdiv(Tq, CONFIG.block_q)
+    last = last_of(B, H, columns, CONFIG)
+    begin, count, lost = span(offsets_ptr, z * columns + first // CONFIG.block_k, last, capacity)
+    count = tl.where(first < limit, count, 0)
+    if CONFIG.causal:
+        # Block rows that end before these keys come first in the list, and meet none of them.
+        past = before(order_ptr, rows_ptr, begin, count, base + tl.maximum(first - shift, 0) // CONFIG.block_q)
+        begin += past
+        count -= past
+    return begin, count, base, lost
 
 
 @triton.jit
@@ -161,15 +222,6 @@ def store_rows(x_ptr, base, rows, exists, D, x, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_stats(stats_ptr, pair, lines, exists, Tq, ROWS: tl.constexpr):
-    """(log-sum-exp in base 2, row sum) of queries."""
-    padded = tl.cdiv(Tq, ROWS) * ROWS
-    stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
-    lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
-    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0)
-
-
-@triton.jit
 def dot(a, b, CONFIG: tl.constexpr):
     PRECISION: tl.constexpr = CONFIG.precision
     if CONFIG.upcast:
@@ -191,12 +243,13 @@ def bias_start(pair, H, Tq, Tk, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def relation(places_ptr, term, batch, B, query, key, Tq, Tk, R):
-    """Which of R relative positions a key has to a query, the outermost for all beyond."""
-    at = places_ptr + (term * B + batch).to(tl.int64) * (Tq + Tk)
+def relation(places_ptr, term, pair, query, key, sizes, CONFIG: tl.constexpr):
+    """Which of a term's relative positions a key has to a query, the outermost for all beyond."""
+    B, H, _, Tq, Tk, _ = sizes
+    at = places_ptr + (term * B + pair // H).to(tl.int64) * (Tq + Tk)
     of_query = tl.load(at + query, mask=query < Tq, other=0)
     of_key = tl.load(at + Tq + key, mask=key < Tk, other=0)
-    return tl.minimum(tl.maximum(of_key - of_query + R // 2, 0), R - 1)
+    return tl.minimum(tl.maximum(of_key - of_query + CONFIG.window // 2, 0), CONFIG.window - 1)
 
 
 @triton.jit
@@ -213,12 +266,11 @@ def taken(elements_ptr, entry, query, key, inside, capacity, CONFIG: tl.constexp
 
 
 @triton.jit
-def scores(
-    s, bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, query, key, entry, inside, Tq, Tk, shift, capacity,
-    scale, CONFIG: tl.constexpr,
-):  # fmt: skip
+def scores(s, added, pair, query, key, entry, inside, shift, scale, sizes, CONFIG: tl.constexpr):
     """Scores, in base 2, with what is added to them; -inf where query and key do not meet. Queries and keys lie along
     either axis."""
+    bias_ptr, relative_ptr, places_ptr, elements_ptr = added
+    _, H, _, Tq, Tk, capacity = sizes
     TERMS: tl.constexpr = CONFIG.terms
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
@@ -228,7 +280,7 @@ def scores(
     if elements_ptr is not None:
         inside = taken(elements_ptr, entry, query, key, inside, capacity, CONFIG)
     for term in tl.static_range(TERMS):
-        step = relation(places_ptr, term, pair // H, B, query, key, Tq, Tk, R)
+        step = relation(places_ptr, term, pair, query, key, sizes, CONFIG)
         at = (pair.to(tl.int64) * Tq + query) * (TERMS * R) + (term * R + step)
         s += tl.load(relative_ptr + at, mask=inside, other=0.0).to(tl.float32)
     s *= scale
@@ -252,29 +304,20 @@ def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, out_ptr, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
     elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     SPLITS: tl.constexpr = CONFIG.splits
-    rows = tl.cdiv(Tq, BLOCK_Q)
-    tiles = rows * (BLOCK_Q // BLOCK_M)
+    added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
     part = tl.program_id(0) % SPLITS
-    tile = tl.program_id(0) // SPLITS % tiles
-    # Below a diagonal the last queries meet most keys: a long row that began last would leave the GPU waiting.
-    tile = tiles - 1 - tile if CONFIG.causal else tile
-    pair = tl.program_id(0) // (SPLITS * tiles)
-    batch = pair // H
-    head = pair % H
+    tile, pair = owner_of(tl.program_id(0) // SPLITS, Tq, CONFIG)
+    begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
-    row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
-    begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
-    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
-    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG)
     q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, exists, D, BLOCK_D)
-    keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
+    keys = (pair // GROUP).to(tl.int64) * Tk
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -284,8 +327,8 @@ def _attention_fwd_kernel(
         present = present & (key < limit)
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
-            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, lines[:, None],
-            key[None, :], entry[None, :], exists[:, None] & present[None, :], Tq, Tk, shift, capacity, scale, CONFIG,
+            dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
+            exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
         )  # fmt: skip
         most = tl.maximum(m, tl.max(s, 1))
         base = tl.where(most == float("-inf"), 0.0, most)
@@ -303,7 +346,7 @@ def _attention_fwd_kernel(
     if SPLITS > 1:
         store_rows(out_ptr, line, lines, exists, D, out, BLOCK_D)
     else:
-        base, rows_at = token_major(batch, head, Tq, H, lines)
+        base, rows_at = token_major(pair // H, pair % H, Tq, H, lines)
         store_rows(out_ptr, base, rows_at, exists, D, out, BLOCK_D)
     tl.store(lse_ptr + (line + lines), lse, mask=exists)
 
@@ -327,16 +370,6 @@ def _attention_join_kernel(
     tl.store(out_ptr + (base + row) * D + inner, out, mask=inner < D)
     at = pair.to(tl.int64) * Tq + line
     tl.store(lse_ptr + at, tl.where(total == 0, float("-inf"), most + tl.log(total)))
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries and keys of a step, warps and stages."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
 
 
 def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
@@ -391,10 +424,7 @@ def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Call
     if call.relative is not None and places is not None:
         terms = places.shape[0], call.relative.shape[-1] // places.shape[0]
     tile, precision = tile_of(p.d, q.element_size(), p.block, terms[0]), tuning.dot_precision(q, inner_of(p.d))
-    config = Config(
-        *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
-        *p.own, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"],
-    )  # fmt: skip
+    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"])
     inputs = q.contiguous(), call.k.contiguous(), call.v.contiguous(), bias, call.relative, places
     return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, config)
 
@@ -460,7 +490,7 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     return launch_attention_fwd(given, splits_of(given.problem, q.device) if path == "split" else 1)
 
 
-EXAMPLE = Config(64, 64, 64, 64, 128, 4, 2, True, True, True, "dense", True, True, True, 1, 129)
+EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, True, True, True, "dense", True, True, True, 1, 129)
 """What the kernels are compiled for in the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {

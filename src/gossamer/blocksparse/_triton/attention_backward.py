@@ -5,6 +5,11 @@ and walks the keys of their block row's list; `_attention_dkdv_kernel` owns BLOC
 block column's list, for each head that shares the keys, on transposed scores; `_attention_dbias_kernel` owns a tile of
 the bias and walks the heads and batches that share it. Each recomputes the weights from the log-sum-exp and writes its
 sums once, so that results do not depend on the order in which programs run.
+
+The kernel over queries also adds up the gradients of relative positions, `[B, H, Tq, terms * R]`, in memory: of each
+tile, for each position that occurs in it, row by row the gradients of the keys that stand there. Far from the diagonal
+of a sequence that is a single position, the outermost. A program alone adds to its queries' sums, one tile after the
+other, so that the order of the additions is fixed.
 """
 
 from dataclasses import replace
@@ -19,22 +24,22 @@ from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
     Operands,
     Tile,
+    column_of,
     dot,
     key_of,
     last_of,
     listed,
     load_rows,
-    load_stats,
     matrix_of,
-    met,
     operands,
+    owner_of,
     reached,
+    relation,
+    row_of,
     scores,
-    span,
     store_rows,
     token_major,
 )
-from gossamer.blocksparse._triton.attention_relative import launch_attention_drelative
 from gossamer.blocksparse.attention_path import choose_path, empty_like
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
@@ -69,31 +74,51 @@ def _attention_stats_kernel(
     tl.store(stats_ptr + tiles * ROWS, delta)
 
 
+@triton.jit
+def load_stats(stats_ptr, pair, lines, exists, Tq, ROWS: tl.constexpr):
+    """(log-sum-exp in base 2, row sum) of queries."""
+    padded = tl.cdiv(Tq, ROWS) * ROWS
+    stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
+    lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
+    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0)
+
+
+@triton.jit
+def add_relative(sums_ptr, ds, places_ptr, pair, query, key, present, sizes, CONFIG: tl.constexpr):
+    """Adds the gradients `ds` of a tile of scores to those of the relative positions of its keys."""
+    R: tl.constexpr = CONFIG.window
+    TERMS: tl.constexpr = CONFIG.terms
+    exists = query < sizes[3]
+    sums_ptr += (pair.to(tl.int64) * sizes[3] + query) * (TERMS * R)
+    for term in tl.static_range(TERMS):
+        step = relation(places_ptr, term, pair, query[:, None], key[None, :], sizes, CONFIG)
+        both = exists[:, None] & present[None, :]
+        low = tl.min(tl.min(tl.where(both, step, R), 1), 0)
+        high = tl.max(tl.max(tl.where(both, step, -1), 1), 0) + 1
+        for position in range(low, high):
+            there = tl.sum(tl.where(step == position, ds, 0.0), 1)
+            tl.atomic_add(sums_ptr + (term * R + position), there, mask=exists, sem="relaxed")
+
+
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, offsets_ptr, columns_ptr,
-    lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, drelative_sums_ptr,
+    offsets_ptr, columns_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_Q: tl.constexpr = CONFIG.block_q
+    """`drelative_sums` are zeros."""
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    rows = tl.cdiv(Tq, BLOCK_Q)
-    tiles = rows * (BLOCK_Q // BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    tile = tiles - 1 - tile if CONFIG.causal else tile
-    pair = tl.program_id(0) // tiles
-    batch = pair // H
-    head = pair % H
+    TERMS: tl.constexpr = CONFIG.terms
+    added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
+    tile, pair = owner_of(tl.program_id(0), Tq, CONFIG)
+    begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
-    row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
-    begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
-    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
-    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG)
     queries = pair.to(tl.int64) * Tq
-    keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
+    keys = (pair // GROUP).to(tl.int64) * Tk
     q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
     grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
     lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
@@ -105,28 +130,23 @@ def _attention_dq_kernel(
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
-            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, lines[:, None],
-            key[None, :], entry[None, :], exists[:, None] & present[None, :], Tq, Tk, shift, capacity, scale, CONFIG,
+            dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
+            exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
         )  # fmt: skip
         p = tl.exp2(s - lse[:, None])
         ds = p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
         dq += dot(ds.to(k.dtype), k, CONFIG)
+        if drelative_sums_ptr is not None:
+            ds *= scale * 0.6931471805599453
+            add_relative(drelative_sums_ptr, ds, places_ptr, pair, lines, key, present, sizes, CONFIG)
     dq = tl.where(lost, float("nan"), dq * (scale * 0.6931471805599453))
-    base, rows_at = token_major(batch, head, Tq, H, lines)
+    base, rows_at = token_major(pair // H, pair % H, Tq, H, lines)
     store_rows(dq_ptr, base, rows_at, exists, D, dq, BLOCK_D)
-
-
-@triton.jit
-def passed(order_ptr, rows_ptr, begin, count, bound):
-    """How many of a column's blocks, from top to bottom, stand before row `bound`."""
-    low = count * 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        above = tl.load(rows_ptr + tl.load(order_ptr + begin + middle)) < bound
-        low = tl.where(above, middle + 1, low)
-        high = tl.where(above, high, middle)
-    return low
+    if drelative_sums_ptr is not None:
+        if lost:
+            for position in range(0, TERMS * CONFIG.window):
+                at = (queries + lines) * (TERMS * CONFIG.window) + position
+                tl.store(drelative_sums_ptr + at, tl.full([BLOCK_M], float("nan"), tl.float32), mask=exists)
 
 
 @launch.kernel(do_not_specialize=["capacity"])
@@ -135,50 +155,39 @@ def _attention_dkdv_kernel(
     order_ptr, rows_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = CONFIG.block_q
-    BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    rows = tl.cdiv(Tq, BLOCK_Q)
-    columns = tl.cdiv(Tk, BLOCK_K)
-    tiles = columns * (BLOCK_K // BLOCK_N)
-    tile = tl.program_id(0) % tiles
+    added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
+    tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK_N)
+    first_key = tl.program_id(0) % tiles * BLOCK_N
     pair = tl.program_id(0) // tiles
     batch = pair // (H // GROUP)
     limit, shift = reached(lengths_ptr, batch, Tq, Tk)
-    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    exists = key < Tk
+    key = first_key + tl.arange(0, BLOCK_N)
     keys = pair.to(tl.int64) * Tk
     k = load_rows(k_ptr, keys, key, key < limit, D, BLOCK_D)
     v = load_rows(v_ptr, keys, key, key < limit, D, BLOCK_D)
-    before = tl.maximum(tile * BLOCK_N - shift, 0)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, GROUP):
-        head = pair % (H // GROUP) * GROUP + member
-        z = matrix_of(batch, head, H, CONFIG)
-        column = z * columns + tile * BLOCK_N // BLOCK_K
-        begin, count, lost = span(offsets_ptr, column, last_of(B, H, columns, CONFIG), capacity)
-        count = tl.where(tile * BLOCK_N < limit, count, 0)
-        if CONFIG.causal:
-            # Block rows that end before these keys come first in the list, and meet none of them.
-            past = passed(order_ptr, rows_ptr, begin, count, z * rows + before // BLOCK_Q)
-            begin += past
-            count -= past
-        queries = (batch * H + head).to(tl.int64) * Tq
+        of_query = pair * GROUP + member
+        lists = (offsets_ptr, order_ptr, rows_ptr)
+        begin, count, base, lost = column_of(lists, first_key, limit, shift, batch, of_query % H, sizes, CONFIG)
+        queries = of_query.to(tl.int64) * Tq
         for first in range(0, count * BLOCK_Q, BLOCK_M):
             at = first + tl.arange(0, BLOCK_M)
             present = at < count * BLOCK_Q
             entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
-            query = (tl.load(rows_ptr + entry, mask=present, other=0) - z * rows) * BLOCK_Q + at % BLOCK_Q
+            query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
             present = present & (query < Tq)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, D, BLOCK_D)
-            lse, delta = load_stats(stats_ptr, batch * H + head, query, present, Tq, 64)
+            lse, delta = load_stats(stats_ptr, of_query, query, present, Tq, 64)
             s = scores(
-                dot(k, tl.trans(q), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, batch * H + head, B, H,
-                query[None, :], key[:, None], entry[None, :], (key < limit)[:, None] & present[None, :], Tq, Tk, shift,
-                capacity, scale, CONFIG,
+                dot(k, tl.trans(q), CONFIG), added, of_query, query[None, :], key[:, None], entry[None, :],
+                (key < limit)[:, None] & present[None, :], shift, scale, sizes, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[None, :])
             dv += dot(p.to(grad.dtype), grad, CONFIG)
@@ -187,8 +196,8 @@ def _attention_dkdv_kernel(
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
     base, rows_at = token_major(batch, pair % (H // GROUP), Tk, H // GROUP, key)
-    store_rows(dk_ptr, base, rows_at, exists, D, dk * (scale * 0.6931471805599453), BLOCK_D)
-    store_rows(dv_ptr, base, rows_at, exists, D, dv, BLOCK_D)
+    store_rows(dk_ptr, base, rows_at, key < Tk, D, dk * (scale * 0.6931471805599453), BLOCK_D)
+    store_rows(dv_ptr, base, rows_at, key < Tk, D, dv, BLOCK_D)
 
 
 @launch.kernel(do_not_specialize=["capacity"])
@@ -203,25 +212,26 @@ def _attention_dbias_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    SIDE_Q: tl.constexpr = BLOCK_Q // BLOCK_M
     SIDE_K: tl.constexpr = BLOCK_K // BLOCK_N
+    PARTS: tl.constexpr = BLOCK_Q // BLOCK_M * SIDE_K
     DENSE: tl.constexpr = CONFIG.bias == "dense"
     OWN_BATCH: tl.constexpr = CONFIG.bias_batch if DENSE else CONFIG.layout_batch
     OWN_HEAD: tl.constexpr = CONFIG.bias_head if DENSE else CONFIG.layout_head
+    added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
     rows = tl.cdiv(Tq, BLOCK_Q)
     columns = tl.cdiv(Tk, BLOCK_K)
-    part = tl.program_id(0) % (SIDE_Q * SIDE_K)
-    block = tl.program_id(0) // (SIDE_Q * SIDE_K)
+    part = tl.program_id(0) % PARTS
+    block = tl.program_id(0) // PARTS
     total = tl.load(offsets_ptr + last_of(B, H, rows, CONFIG))
     if DENSE:
-        r = block // columns % rows
+        line = block // columns
         c = block % columns
-        owner = block // (columns * rows)
     else:
-        listed_row = tl.load(blocks_ptr + block, mask=block < total, other=0)
+        line = tl.load(blocks_ptr + block, mask=block < total, other=0)
         c = tl.load(columns_ptr + block, mask=block < total, other=0)
-        r = listed_row % rows
-        owner = listed_row // rows
+    r = line % rows
+    owner = line // rows
     heads = 1 if OWN_HEAD else H
     members = heads if OWN_BATCH else heads * B
     row_in = part // SIDE_K * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -242,16 +252,15 @@ def _attention_dbias_kernel(
             present = key < limit
             pair = batch * H + head
             queries = pair.to(tl.int64) * Tq
-            keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
+            keys = (pair // GROUP).to(tl.int64) * Tk
             q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
             lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
             s = scores(
-                dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H,
-                lines[:, None], key[None, :], tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :],
-                Tq, Tk, shift, capacity, scale, CONFIG,
+                dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :],
+                tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[:, None])
             acc += p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
@@ -287,14 +296,16 @@ def attention_stats(
     return stats, _attention_stats_kernel((b * h * tiles, 1, 1), args, meta, head=5)
 
 
-def launch_attention_bwd(given: Operands, grad: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+def launch_attention_bwd(
+    given: Operands, grad: Tensor, stats: Tensor, drelative: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. Those of the operand `relative` are added to `drelative`, float32 zeros."""
     p, lists, config, (q, k, v, *_) = given.problem, given.lists, given.config, given.inputs
     assert q is not None and k is not None and v is not None
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = (*given.inputs, grad, stats)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
-    args = (*inputs, dq, lists.row_offsets, lists.col_indices, *given.sizes)
+    args = (*inputs, dq, drelative, lists.row_offsets, lists.col_indices, *given.sizes)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
     if config.block_d * q.element_size() >= 256:
@@ -354,11 +365,14 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
             _plans.keep(key, q.device, again, bound, stats.shape)
         return dq, dk, dv, dbias, drelative
     given, grad = operands(call, tile_of), grad.contiguous()
-    dq, dk, dv = launch_attention_bwd(given, grad, stats)
+    sums = None
+    if relative is not None and call.with_relative:
+        sums = torch.zeros_like(relative, dtype=torch.float32)
+    dq, dk, dv = launch_attention_bwd(given, grad, stats, sums)
+    if sums is not None:
+        drelative = sums.to(q.dtype)
     if bias is not None and call.with_bias:
         dbias = launch_attention_dbias(given, bias, grad, stats)
-    if relative is not None and call.with_relative:
-        drelative = launch_attention_drelative(given, grad, stats)
     return dq, dk, dv, dbias, drelative
 
 
