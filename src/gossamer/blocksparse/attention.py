@@ -149,7 +149,6 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout, lengths: Tensor | No
             f"Make it with size=({tq}, {tk})."
         )
 
-
     if lengths is not None:
         checks.shape(_NAME, "lengths", lengths, (b,), "[B]", "like q")
 

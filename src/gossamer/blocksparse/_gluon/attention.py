@@ -9,7 +9,6 @@ no warp that loads, and rows of unequal length even out. The base-2 softmax has 
 Steps are masked one by one: only those that reach past the last key, past a sequence's length or past the diagonal.
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import Form, describe
+from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._triton.attention import INV_LN2, Config, Tile, config_of, owner_of, row_of
 from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
@@ -285,45 +284,19 @@ def tile_of(d: int, block: tuple[int, int]) -> Tile:
     return Tile(64, 64, key_stages=None if d <= 64 else 1)
 
 
-class Again:
-    """Repeats the forward pass of one shape without lengths: what follows from shapes is found out once. `lists` are
-    the addresses of row offsets and columns behind that of the layout's buffer."""
-
-    __slots__ = ("_forms", "_launch", "_lists")
-
-    def __init__(self, launch: launch.Bound, tiles: Sequence[TensorDescriptor], lists: tuple[int, ...]) -> None:
-        self._launch, self._forms, self._lists = launch, [Form(tile) for tile in tiles], lists
-
-    def __call__(self, stream: int, q: Tensor, k: Tensor, v: Tensor, layout: int) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp)"""
-        (of_q, of_k, of_v, of_out), (offsets, columns) = self._forms, self._lists
-        out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        self._launch(stream, of_q(q), of_k(k), of_v(v), of_out(out), lse.data_ptr(), layout + offsets, layout + columns)
-        return out, lse
-
-
-def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -> tuple[Tensor, Tensor, Again | None]:
-    """(out, log-sum-exp, what repeats it), with the tile that was measured best unless another is given."""
-    p, given, lengths, lists = problem_of(call), call[:3], call.lengths, Lists(call.layout, call.form)
+def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp), with the tile that was measured best unless another is given."""
+    p, lengths, lists = problem_of(call), call.lengths, Lists(call.layout, call.form)
     config = config_of(p, tile or tile_of(p.d, p.block))
     q, k, v = readable(call.q), without_padding(call.k, lengths), without_padding(call.v, lengths)
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    offsets, columns, elements = lists.row_offsets, lists.col_indices, lists.elements
     sides = config.block_m, config.block_n, config.block_n, config.block_m
     tiles = [descriptor(x, side) for x, side in zip((q, k, v, out), sides)]
-    sizes = p.b, p.h, p.group, p.tq, p.tk, lists.form.capacity, p.scale * INV_LN2
-    args = (*tiles, lse, offsets, columns, elements, lengths, *sizes)
+    args = (*tiles, lse, lists.row_offsets, lists.col_indices, lists.elements, lengths, p.b, p.h, p.group, p.tq, p.tk)
+    args += (lists.form.capacity, p.scale * INV_LN2)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
-    bound = _attention_fwd_kernel(grid, args, {"CONFIG": config}, **config.options, head=7)
-    again = None
-    if bound is not None and lengths is None and elements is None and all(a is b for a, b in zip(given, (q, k, v))):
-        again = Again(bound, tiles, behind(call.layout, offsets, columns))
-    return out, lse, again
-
-
-def behind(buffer: Tensor, *views: Tensor) -> tuple[int, ...]:
-    """Bytes from the beginning of a buffer to that of views of it."""
-    return tuple(view.data_ptr() - buffer.data_ptr() for view in views)
+    _attention_fwd_kernel(grid, args, {"CONFIG": config}, **config.options)
+    return out, lse
 
 
 def example(tile: Tile, **rows: int) -> dict[str, Any]:

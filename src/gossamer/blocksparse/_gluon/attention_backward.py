@@ -10,8 +10,6 @@ computes the transposed scores for that. Statistics, `[B, H, 2, padded]`, are th
 row has no keys or does not exist, and the row sums of grad * out.
 """
 
-from collections.abc import Sequence
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -23,13 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import Form, describe
+from gossamer._core import launch, tuning
+from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._gluon.attention import (
     LN2,
-    behind,
     cut_at,
     descriptor,
     emit,
@@ -46,9 +42,8 @@ from gossamer.blocksparse._gluon.attention import (
     without,
     without_padding,
 )
-from gossamer.blocksparse._gluon.attention_order import Order, launch_order
 from gossamer.blocksparse._triton.attention import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse.attention_path import empty_like, problem_of
+from gossamer.blocksparse.attention_path import Problem, empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
@@ -60,7 +55,8 @@ def in_order(sorted_ptr, unsorted, SPLIT: gl.constexpr):
     line = gl.program_id(0) // SPLIT
     if sorted_ptr is not None:
         late = line >= unsorted
-        line = gl.where(late, gl.load(sorted_ptr + (line - unsorted), mask=late, other=0), line)
+        place = gl.load(sorted_ptr + (line - unsorted), mask=late, other=0)
+        line = gl.where(late, unsorted + place.to(gl.int32), line)
     return line * SPLIT + gl.program_id(0) % SPLIT
 
 
@@ -68,7 +64,7 @@ def in_order(sorted_ptr, unsorted, SPLIT: gl.constexpr):
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dq_kernel(
     q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, elements_ptr, lengths_ptr,
-    sorted_ptr, B, H, GROUP, Tq, Tk, padded, capacity, unsorted, scale, CONFIG: gl.constexpr,
+    sorted_ptr, B, H, GROUP, Tq, Tk, capacity, padded, unsorted, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK: gl.constexpr = CONFIG.block_m
@@ -271,82 +267,55 @@ densities of 50, 25 and 10%, blocks of 64 and 128), the fastest of four depths o
 taken over for D 128, where nothing was measured."""
 
 
-class Again:
-    """Repeats the backward pass of one shape without lengths: what follows from shapes is found out once."""
+RESIDENT = 3
+"""Programs of a warpgroup that share an SM."""
 
-    __slots__ = ("_dkdv", "_dq", "_forms", "_lists", "_orders")
 
-    def __init__(
-        self,
-        dkdv: launch.Bound,
-        dq: launch.Bound,
-        tiles: Sequence[TensorDescriptor],
-        orders: tuple[Order, Order],
-        lists: tuple[int, ...],
-    ) -> None:
-        self._dkdv, self._dq, self._forms, self._lists = dkdv, dq, [Form(tile) for tile in tiles], lists
-        self._orders = [None if of.last is None else (of.last.shape, of.again) for of in orders]
+def longest_first(p: Problem, offsets: Tensor, lines: int, split: int, group: int = 1) -> tuple[Tensor | None, int]:
+    """(numbers of the last lines, longest first; how many lines come before these in their own order).
 
-    def _ordered(self, which: int, stream: int, layout: Tensor, offsets: int) -> Tensor | None:
-        found = self._orders[which]
-        if found is None:
-            return None
-        shape, again = found
-        assert again is not None
-        order = layout.new_empty(shape)
-        again(stream, offsets, order.data_ptr())
-        return order
+    Programs begin in the order of their numbers, as others end, and a long line that begins last leaves the GPU
+    waiting. If all long lines began first, programs would end together, wave after wave, and would spread over all
+    heads, whose keys no cache holds. So only the last two waves of programs are sorted. Below a diagonal, where the
+    last lines are the longest, and where all programs begin at once, no lines are sorted.
 
-    def __call__(
-        self, stream: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, layout: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
-        base = layout.data_ptr()
-        rows, columns, *by_columns = (base + at for at in self._lists)
-        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-        tensors = (q, grad, k, v, dq, dk, dv, stats)
-        *tiles, dq_tile, dk_tile, dv_tile, stats_tile = [form(x) for form, x in zip(self._forms, tensors)]
-        longest = self._ordered(0, stream, layout, by_columns[0])
-        last = None if longest is None else longest.data_ptr()
-        self._dkdv(stream, *tiles, dk_tile, dv_tile, stats_tile, *by_columns, None, None, last)
-        longest = self._ordered(1, stream, layout, rows)
-        last = None if longest is None else longest.data_ptr()
-        self._dq(stream, *tiles, dq_tile, stats.data_ptr(), rows, columns, None, None, last)
-        return dq, dk, dv
+    `offsets` are a layout's, of its rows or columns; `lines` are those of a matrix, of `split` programs each; `group`
+    heads share a program.
+    """
+    heads, wave = p.h // group, RESIDENT * tuning.programs(offsets.device) // split
+    total = p.b * heads * lines
+    if p.causal or total <= wave:
+        return None, total
+    lengths = offsets.diff().view(p.b if p.own[0] else 1, -1, group if p.own[1] else 1, lines).sum(2)
+    last = lengths.expand(p.b, heads, lines).reshape(-1)[-2 * wave :]
+    return last.argsort(descending=True), total - len(last)
 
 
 def launch_attention_bwd(
     call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
-) -> tuple[Tensor, Tensor, Tensor, Again | None]:
-    """Gradients of q, k and v, and what repeats them; `grad` has contiguous rows."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `grad` has contiguous rows."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
-    given, elements = (call.q, grad, call.k, call.v), lists.elements
-    parts = lists.row_offsets, lists.col_indices, lists.col_offsets, lists.transpose_order, lists.row_indices
     q, grad = readable(call.q), readable(grad)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
-    padded, capacity, scale = stats.shape[-1], lists.form.capacity, p.scale * INV_LN2
+    padded, sizes = stats.shape[-1], (p.b, p.h, p.group, p.tq, p.tk, lists.form.capacity)
     stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
-    splits, config = [block // SIDE for block in p.block], config_of(p, of_dkdv)
-    columns = launch_order(p, parts[2], p.columns, splits[1], p.group)
-    args = (*inputs, dk_desc, dv_desc, stats_desc, *parts[2:], elements, lengths, columns.last)
-    args += (p.b, p.h, p.group, p.tq, p.tk, capacity, columns.unsorted, scale)
-    grid = (p.columns * splits[1] * p.b * p.key_heads, 1, 1)
-    of_keys = _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options, head=13)
-    config, rows = config_of(p, of_dq), launch_order(p, parts[0], p.rows, splits[0])
-    args = (*inputs, dq_desc, stats, *parts[:2], elements, lengths, rows.last, p.b, p.h, p.group)
-    args += (p.tq, p.tk, padded, capacity, rows.unsorted, scale)
-    grid = (p.rows * splits[0] * p.b * p.h, 1, 1)
-    of_queries = _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options, head=11)
-    bound = [x for x in (of_keys, of_queries, columns.again, rows.again) if x is not None]
-    again = None
-    whole = len(bound) == 2 + (columns.last is not None) + (rows.last is not None)
-    if whole and lengths is None and elements is None and all(a is b for a, b in zip(given, (q, grad, k, v))):
-        forms = (*inputs, dq_desc, dk_desc, dv_desc, stats_desc)
-        again = Again(bound[0], bound[1], forms, (columns, rows), behind(call.layout, *parts))
-    return dq, dk, dv, again
+    masks, scale = (lists.elements, lengths), p.scale * INV_LN2
+    offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
+    split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
+    order, unsorted = longest_first(p, offsets, p.columns, split, p.group)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, order, *sizes, unsorted, scale)
+    grid = (p.columns * split * p.b * p.key_heads, 1, 1)
+    _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
+    offsets, split, config = lists.row_offsets, p.block[0] // SIDE, config_of(p, of_dq)
+    order, unsorted = longest_first(p, offsets, p.rows, split)
+    args = (*inputs, dq_desc, stats, offsets, lists.col_indices, *masks, order, *sizes, padded, unsorted, scale)
+    grid = (p.rows * split * p.b * p.h, 1, 1)
+    _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
+    return dq, dk, dv
 
 
 STATS = gl.NVMMASharedLayout(0, 32, 2)

@@ -449,29 +449,9 @@ def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tens
     return out, lse
 
 
-_plans = launch.Plans()
-
-
-def key_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Any:
-    """The properties of a call on which a plan's launches depend; None where no plan repeats the call's operands."""
-    if call.bias is not None or call.relative is not None or call.lengths is not None or call.form[8]:
-        return None
-    q, k, v = call.q, call.k, call.v
-    shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
-    return *shapes, q.dtype, q.get_device(), *call.form, *call.own, call.causal, call.scale
-
-
 def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention`."""
     q, k, v, *_ = call
-    key, index = key_of(call), q.get_device()
-    if key is not None:
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | call.layout.data_ptr()
-        plan = _plans.get(key, index, addresses)
-        if plan is not None:
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            found: tuple[Tensor, Tensor] = plan.launches[0](stream, q, k, v, call.layout.data_ptr())
-            return found
     if q.shape[:3].numel() == 0:
         return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.shape[-1] == 0:
@@ -482,10 +462,7 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     if path == "hopper":
         from gossamer.blocksparse._gluon import attention as hopper
 
-        out, lse, again = hopper.launch_attention_fwd(call)
-        if key is not None:
-            _plans.keep(key, q.device, again)
-        return out, lse
+        return hopper.launch_attention_fwd(call)
     given = operands(call, tile_of)
     return launch_attention_fwd(given, splits_of(given.problem, q.device) if path == "split" else 1)
 

@@ -26,7 +26,6 @@ from gossamer.blocksparse._triton.attention import (
     Tile,
     column_of,
     dot,
-    key_of,
     last_of,
     listed,
     load_rows,
@@ -281,19 +280,15 @@ def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
     return Tile(min(side, block[0]), min(keys, block[1]), 4, 1)
 
 
-def attention_stats(
-    out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, launch.Bound | None]:
-    """(what the backward kernels keep of each query, what makes it again); lse is contiguous, grad has contiguous
-    rows."""
+def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """The numbers that the backward kernels keep of each query; lse is contiguous, grad has contiguous rows."""
     b, h, t, d = out.shape
-    out = out.transpose(1, 2).contiguous()
     tiles = launch.cdiv(t, ROWS)
     stats = lse.new_empty(b, h, 2, tiles * ROWS)
-    sizes = (*grad.stride()[:3], h, t, d, tiles)
+    args = (out.transpose(1, 2).contiguous(), grad, lse, grad_lse, stats, *grad.stride()[:3], h, t, d, tiles)
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
-    args = (out, grad, lse, grad_lse, stats, *sizes)
-    return stats, _attention_stats_kernel((b * h * tiles, 1, 1), args, meta, head=5)
+    _attention_stats_kernel((b * h * tiles, 1, 1), args, meta)
+    return stats
 
 
 def launch_attention_bwd(
@@ -328,12 +323,9 @@ def launch_attention_dbias(given: Operands, bias: Tensor, grad: Tensor, stats: T
     return dbias
 
 
-_plans = launch.Plans()
-
-
 def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `blocksparse_attention_bwd`."""
-    given_grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
+    grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
     # Results share no memory.
     dbias, drelative = q.new_empty(0), q.new_empty(0)
     if q.numel() == 0 or k.numel() == 0:
@@ -343,29 +335,14 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
             drelative = relative.new_zeros(relative.shape)
         dq, dk, dv = (empty_like(x).zero_() for x in (q, k, v))
         return dq, dk, dv, dbias, drelative
-    key, index = None if grad_lse is not None else key_of(call), q.get_device()
-    if key is not None:
-        key, addresses = (*key, given_grad.stride(), out.stride()), 0
-        for x in (q, k, v, out, given_grad, lse, call.layout):
-            addresses |= x.data_ptr()
-        plan = _plans.get(key, index, addresses)
-        if plan is not None:
-            gradients, statistics, shape = plan.launches
-            stream, stats = torch._C._cuda_getCurrentRawStream(index), lse.new_empty(shape)
-            statistics(stream, out.data_ptr(), given_grad.data_ptr(), lse.data_ptr(), None, stats.data_ptr())
-            return *gradients(stream, q, k, v, given_grad, stats, call.layout), dbias, drelative
     # Statistics, and the copy engine, read rows wherever they stand.
-    grad = given_grad if given_grad.stride(-1) == 1 else given_grad.contiguous()
-    stats, bound = attention_stats(out, grad, lse, grad_lse)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    stats = attention_stats(out, grad, lse, grad_lse)
     if choose_path(call) == "hopper":
         from gossamer.blocksparse._gluon import attention_backward as hopper
 
-        dq, dk, dv, again = hopper.launch_attention_bwd(call, grad, stats)
-        if key is not None and bound is not None and grad is given_grad and out.transpose(1, 2).is_contiguous():
-            _plans.keep(key, q.device, again, bound, stats.shape)
-        return dq, dk, dv, dbias, drelative
-    given, grad = operands(call, tile_of), grad.contiguous()
-    sums = None
+        return *hopper.launch_attention_bwd(call, grad, stats), dbias, drelative
+    given, grad, sums = operands(call, tile_of), grad.contiguous(), None
     if relative is not None and call.with_relative:
         sums = torch.zeros_like(relative, dtype=torch.float32)
     dq, dk, dv = launch_attention_bwd(given, grad, stats, sums)
