@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._gluon.attention import (
     LN2,
@@ -43,7 +43,8 @@ from gossamer.blocksparse._gluon.attention import (
     without_padding,
 )
 from gossamer.blocksparse._triton.attention import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse.attention_path import Problem, empty_like, problem_of
+from gossamer.blocksparse._triton.attention_backward import longest_first
+from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
@@ -55,8 +56,7 @@ def in_order(sorted_ptr, unsorted, SPLIT: gl.constexpr):
     line = gl.program_id(0) // SPLIT
     if sorted_ptr is not None:
         late = line >= unsorted
-        place = gl.load(sorted_ptr + (line - unsorted), mask=late, other=0)
-        line = gl.where(late, unsorted + place.to(gl.int32), line)
+        line = gl.where(late, gl.load(sorted_ptr + (line - unsorted), mask=late, other=0), line)
     return line * SPLIT + gl.program_id(0) % SPLIT
 
 
@@ -267,30 +267,6 @@ densities of 50, 25 and 10%, blocks of 64 and 128), the fastest of four depths o
 taken over for D 128, where nothing was measured."""
 
 
-RESIDENT = 3
-"""Programs of a warpgroup that share an SM."""
-
-
-def longest_first(p: Problem, offsets: Tensor, lines: int, split: int, group: int = 1) -> tuple[Tensor | None, int]:
-    """(numbers of the last lines, longest first; how many lines come before these in their own order).
-
-    Programs begin in the order of their numbers, as others end, and a long line that begins last leaves the GPU
-    waiting. If all long lines began first, programs would end together, wave after wave, and would spread over all
-    heads, whose keys no cache holds. So only the last two waves of programs are sorted. Below a diagonal, where the
-    last lines are the longest, and where all programs begin at once, no lines are sorted.
-
-    `offsets` are a layout's, of its rows or columns; `lines` are those of a matrix, of `split` programs each; `group`
-    heads share a program.
-    """
-    heads, wave = p.h // group, RESIDENT * tuning.programs(offsets.device) // split
-    total = p.b * heads * lines
-    if p.causal or total <= wave:
-        return None, total
-    lengths = offsets.diff().view(p.b if p.own[0] else 1, -1, group if p.own[1] else 1, lines).sum(2)
-    last = lengths.expand(p.b, heads, lines).reshape(-1)[-2 * wave :]
-    return last.argsort(descending=True), total - len(last)
-
-
 def launch_attention_bwd(
     call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -306,12 +282,12 @@ def launch_attention_bwd(
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
-    order, unsorted = longest_first(p, offsets, p.columns, split, p.group)
+    order, unsorted = longest_first(p, config, offsets, p.columns, split, p.group)
     args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, order, *sizes, unsorted, scale)
     grid = (p.columns * split * p.b * p.key_heads, 1, 1)
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     offsets, split, config = lists.row_offsets, p.block[0] // SIDE, config_of(p, of_dq)
-    order, unsorted = longest_first(p, offsets, p.rows, split)
+    order, unsorted = longest_first(p, config, offsets, p.rows, split)
     args = (*inputs, dq_desc, stats, offsets, lists.col_indices, *masks, order, *sizes, padded, unsorted, scale)
     grid = (p.rows * split * p.b * p.h, 1, 1)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)

@@ -13,6 +13,7 @@ and log-sum-exp in float32; `_attention_join_kernel` joins them in order.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -79,6 +80,7 @@ class Config:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
+@functools.lru_cache(1024)
 def config_of(p: Problem, tile: Tile, *added: Any) -> Config:
     """The config of kernels for a problem; `added` are its fields from `bias` on."""
     keys = tile.stages if tile.key_stages is None else tile.key_stages

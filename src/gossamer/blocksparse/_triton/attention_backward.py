@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
+    Config,
     Operands,
     Tile,
     column_of,
@@ -39,9 +40,11 @@ from gossamer.blocksparse._triton.attention import (
     store_rows,
     token_major,
 )
-from gossamer.blocksparse.attention_path import choose_path, empty_like
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
+RESIDENT, MOST = 3, 1024
+"""Programs of Hopper's kernels that share a multiprocessor, and lines at most that are sorted."""
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
 
@@ -71,6 +74,32 @@ def _attention_stats_kernel(
     stats_ptr += pair.to(tl.int64) * (2 * tiles * ROWS) + lines
     tl.store(stats_ptr, lse)
     tl.store(stats_ptr + tiles * ROWS, delta)
+
+
+@triton.jit
+def blocks_of(offsets_ptr, line, exists, H, GROUP, lines, CONFIG: tl.constexpr):
+    """Blocks of lines, counted over batches and heads; of GROUP neighbouring heads where these share a line."""
+    batch = line // lines // (H // GROUP)
+    head = line // lines % (H // GROUP) * GROUP
+    blocks = tl.zeros_like(line)
+    for member in range(GROUP):
+        at = offsets_ptr + (matrix_of(batch, head + member, H, CONFIG) * lines + line % lines)
+        blocks += tl.load(at + 1, mask=exists, other=0) - tl.load(at, mask=exists, other=0)
+    return blocks
+
+
+@launch.kernel(do_not_specialize=["first", "count"])
+def _attention_order_kernel(
+    offsets_ptr, order_ptr, H, GROUP, lines, first, count, CONFIG: tl.constexpr, LINES: tl.constexpr, MOST: tl.constexpr
+):  # fmt: skip
+    """Program (LINES of the last `count` lines): how many of these, at most MOST, come before each."""
+    own = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    every = tl.arange(0, MOST)
+    length = blocks_of(offsets_ptr, first + own, own < count, H, GROUP, lines, CONFIG)[:, None]
+    others = blocks_of(offsets_ptr, first + every, every < count, H, GROUP, lines, CONFIG)[None, :]
+    # What does not exist has no blocks and stands behind all that does.
+    before = (others > length) | ((others == length) & (every[None, :] < own[:, None]))
+    tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), first + own, mask=own < count)
 
 
 @triton.jit
@@ -291,6 +320,33 @@ def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | N
     return stats
 
 
+def longest_first(
+    p: Problem, config: Config, offsets: Tensor, lines: int, split: int, group: int = 1
+) -> tuple[Tensor | None, int]:
+    """(numbers of the last lines, longest first; how many lines come before these in their own order), for kernels of
+    which RESIDENT programs share a multiprocessor.
+
+    Programs begin in the order of their numbers, as others end, and a long line that begins last leaves the GPU
+    waiting. If all long lines began first, programs would end together, wave after wave, and would spread over all
+    heads, whose keys no cache holds. So only the last two waves of programs are sorted. Below a diagonal, where the
+    last lines are the longest, and where all programs begin at once, no lines are sorted.
+
+    `offsets` are a layout's, of its rows or columns; `lines` are those of a matrix, of `split` programs each; `group`
+    heads share a program.
+    """
+    total, wave = p.b * (p.h // group) * lines, RESIDENT * tuning.programs(offsets.device) // split
+    if p.causal or total <= wave:
+        return None, total
+    count = min(total, 2 * wave, MOST)
+    order = torch.empty(count, dtype=torch.int32, device=offsets.device)
+    args, meta = (
+        (offsets, order, p.h, group, lines, total - count, count),
+        {"CONFIG": config, "LINES": 16, "MOST": MOST},
+    )
+    _attention_order_kernel((launch.cdiv(count, 16), 1, 1), args, meta, num_warps=8)
+    return order, total - count
+
+
 def launch_attention_bwd(
     given: Operands, grad: Tensor, stats: Tensor, drelative: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,6 +411,7 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
 
 _CONFIG = replace(EXAMPLE, block_n=32)
 EXAMPLES = {
+    _attention_order_kernel: {"CONFIG": EXAMPLE, "LINES": 16, "MOST": MOST, "num_warps": 8},
     _attention_stats_kernel: {"ROWS": ROWS, "BLOCK_D": 128},
     _attention_dq_kernel: {"bias_ptr": "*bf16", "CONFIG": _CONFIG, "num_stages": 1},
     _attention_dkdv_kernel: {"bias_ptr": "*bf16", "CONFIG": replace(_CONFIG, block_m=32), "num_stages": 1},
