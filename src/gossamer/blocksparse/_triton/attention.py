@@ -84,7 +84,8 @@ class Config:
 def config_of(p: Problem, tile: Tile, *added: Any) -> Config:
     """The config of kernels for a problem; `added` are its fields from `bias` on."""
     keys = tile.stages if tile.key_stages is None else tile.key_stages
-    return Config(*p.block, *tile[:5], keys, launch.next_power_of_2(max(p.d, 16)), p.causal, *p.own, *added)
+    fields: Any = (*p.block, *tile[:5], keys, launch.next_power_of_2(max(p.d, 16)), p.causal, *p.own, *added)
+    return Config(*fields)
 
 
 @triton.jit
