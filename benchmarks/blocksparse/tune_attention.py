@@ -28,7 +28,7 @@ from gossamer.blocksparse._gluon import attention as hopper
 from gossamer.blocksparse._gluon import attention_backward as hopper_backward
 from gossamer.blocksparse._triton import attention as general
 from gossamer.blocksparse._triton import attention_backward as general_backward
-from gossamer.blocksparse._triton.attention import Tile
+from gossamer.blocksparse.attention_lists import Tile
 from gossamer.blocksparse.attention_path import Problem
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
@@ -96,7 +96,8 @@ class Inputs:
         if tiles is None:
             given = general.operands(call, general_backward.tile_of)
             return general_backward.launch_attention_bwd(given, self.grad, stats)
-        return hopper_backward.launch_attention_bwd(call, self.grad, stats, *tiles)
+        none = (None, 1 << 30), (None, 1 << 30)
+        return hopper_backward.launch_attention_bwd(call, self.grad, stats, *none, *tiles)
 
     def calls(self) -> dict[str, tune.Calls]:
         """Of each pass, by tile."""

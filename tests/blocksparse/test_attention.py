@@ -422,15 +422,14 @@ def test_last_lines_begin_longest_first(own, group: int, device: torch.device, m
     lead = (b if own[0] else 1, h if own[1] else 1)
     layout = Layout.random((*lead, rows, cols), 64, 0.5, generator=seeded(0, device), device=device)
     p = attention_path.Problem(b, h, h // group, rows * 64, cols * 64, 64, own, (64, 64), False, 1.0)
-    config = replace(backward.EXAMPLE, layout_batch=own[0], layout_head=own[1])
     # Blocks of each column, of all heads that share it.
     blocks = layout.to_dense().expand(b, h, rows, cols).sum(-2).view(b, h // group, group, cols).sum(2).flatten()
     for programs in (1, 3, 5, 100):
         monkeypatch.setattr(tuning, "programs", lambda _, programs=programs: programs)
         for split in (1, 2):
             wave = backward.RESIDENT * programs // split
-            order, first = backward.longest_first(p, config, layout.col_offsets, cols, split, group)
-            assert backward.longest_first(replace(p, causal=True), config, layout.col_offsets, cols, split)[0] is None
+            order, first = backward.longest_first(p, layout.col_offsets, cols, split, group)
+            assert backward.longest_first(replace(p, causal=True), layout.col_offsets, cols, split)[0] is None
             if len(blocks) <= wave:
                 assert order is None and first == len(blocks)
                 continue

@@ -42,8 +42,7 @@ from gossamer.blocksparse._gluon.attention import (
     without,
     without_padding,
 )
-from gossamer.blocksparse._triton.attention import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse._triton.attention_backward import longest_first
+from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
 from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
@@ -267,10 +266,16 @@ densities of 50, 25 and 10%, blocks of 64 and 128), the fastest of four depths o
 taken over for D 128, where nothing was measured."""
 
 
+Order = tuple[Tensor | None, int]
+"""(numbers of the last lines of a layout, in which these begin; how many lines come before them in their own order)."""
+
+
 def launch_attention_bwd(
-    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v; `grad` has contiguous rows."""
+    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_rows: Order, of_columns: Order, of_dq: Tile = TILE,
+    of_dkdv: Tile = TILE,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v; `grad` has contiguous rows. The orders are those in which programs of rows, and of
+    columns, begin."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
     q, grad = readable(call.q), readable(grad)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
@@ -282,12 +287,12 @@ def launch_attention_bwd(
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
-    order, unsorted = longest_first(p, config, offsets, p.columns, split, p.group)
+    order, unsorted = of_columns
     args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, order, *sizes, unsorted, scale)
     grid = (p.columns * split * p.b * p.key_heads, 1, 1)
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     offsets, split, config = lists.row_offsets, p.block[0] // SIDE, config_of(p, of_dq)
-    order, unsorted = longest_first(p, config, offsets, p.rows, split)
+    order, unsorted = of_rows
     args = (*inputs, dq_desc, stats, offsets, lists.col_indices, *masks, order, *sizes, padded, unsorted, scale)
     grid = (p.rows * split * p.b * p.h, 1, 1)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)

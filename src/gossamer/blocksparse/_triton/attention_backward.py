@@ -22,25 +22,28 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
-    Config,
     Operands,
-    Tile,
-    column_of,
     dot,
-    last_of,
     listed,
     load_rows,
-    matrix_of,
     operands,
-    owner_of,
-    reached,
     relation,
-    row_of,
     scores,
     store_rows,
     token_major,
 )
-from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like
+from gossamer.blocksparse.attention_lists import (
+    Tile,
+    column_of,
+    config_of,
+    last_of,
+    matrix_of,
+    owner_of,
+    reached,
+    row_of,
+)
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
+from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
 RESIDENT, MOST = 3, 1024
@@ -320,9 +323,7 @@ def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | N
     return stats
 
 
-def longest_first(
-    p: Problem, config: Config, offsets: Tensor, lines: int, split: int, group: int = 1
-) -> tuple[Tensor | None, int]:
+def longest_first(p: Problem, offsets: Tensor, lines: int, split: int, group: int = 1) -> tuple[Tensor | None, int]:
     """(numbers of the last lines, longest first; how many lines come before these in their own order), for kernels of
     which RESIDENT programs share a multiprocessor.
 
@@ -339,10 +340,8 @@ def longest_first(
         return None, total
     count = min(total, 2 * wave, MOST)
     order = torch.empty(count, dtype=torch.int32, device=offsets.device)
-    args, meta = (
-        (offsets, order, p.h, group, lines, total - count, count),
-        {"CONFIG": config, "LINES": 16, "MOST": MOST},
-    )
+    args = (offsets, order, p.h, group, lines, total - count, count)
+    meta = {"CONFIG": config_of(p, Tile(64, 64)), "LINES": 16, "MOST": MOST}
     _attention_order_kernel((launch.cdiv(count, 16), 1, 1), args, meta, num_warps=8)
     return order, total - count
 
@@ -395,9 +394,13 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     stats = attention_stats(out, grad, lse, grad_lse)
     if choose_path(call) == "hopper":
-        from gossamer.blocksparse._gluon import attention_backward as hopper
+        from gossamer.blocksparse._gluon.attention_backward import SIDE
+        from gossamer.blocksparse._gluon.attention_backward import launch_attention_bwd as on_hopper
 
-        return *hopper.launch_attention_bwd(call, grad, stats), dbias, drelative
+        p, lists = problem_of(call), Lists(call.layout, call.form)
+        of_rows = longest_first(p, lists.row_offsets, p.rows, p.block[0] // SIDE)
+        of_columns = longest_first(p, lists.col_offsets, p.columns, p.block[1] // SIDE, p.group)
+        return *on_hopper(call, grad, stats, of_rows, of_columns), dbias, drelative
     given, grad, sums = operands(call, tile_of), grad.contiguous(), None
     if relative is not None and call.with_relative:
         sums = torch.zeros_like(relative, dtype=torch.float32)

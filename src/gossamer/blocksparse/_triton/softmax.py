@@ -19,7 +19,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._triton.attention import listed, span
+from gossamer.blocksparse._triton.attention import listed
+from gossamer.blocksparse.attention_lists import span
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
 
