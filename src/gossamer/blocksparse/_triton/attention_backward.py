@@ -120,7 +120,7 @@ def add_relative(sums_ptr, ds, places_ptr, pair, query, key, present, sizes, CON
     R: tl.constexpr = CONFIG.window
     TERMS: tl.constexpr = CONFIG.terms
     exists = query < sizes[3]
-    sums_ptr += (pair.to(tl.int64) * sizes[3] + query) * (TERMS * R)
+    sums_ptr += pair.to(tl.int64) * sizes[3] * (TERMS * R)
     for term in tl.static_range(TERMS):
         step = relation(places_ptr, term, pair, query[:, None], key[None, :], sizes, CONFIG)
         both = exists[:, None] & present[None, :]
@@ -128,7 +128,8 @@ def add_relative(sums_ptr, ds, places_ptr, pair, query, key, present, sizes, CON
         high = tl.max(tl.max(tl.where(both, step, -1), 1), 0) + 1
         for position in range(low, high):
             there = tl.sum(tl.where(step == position, ds, 0.0), 1)
-            tl.atomic_add(sums_ptr + (term * R + position), there, mask=exists, sem="relaxed")
+            at = query.to(tl.int64) * (TERMS * R) + (term * R + position)
+            tl.atomic_add(sums_ptr + at, there, mask=exists, sem="relaxed")
 
 
 @launch.kernel(do_not_specialize=["capacity"])
