@@ -1,9 +1,9 @@
 """Attention of a few new queries over selected keys of a long cache.
 
-With one block of queries a head there are too few programs, so the keys are cut: a program takes every n-th chunk of 64
-keys, for all query heads that share a head of k, 16 rows at least. It lists the keys of its chunks that any query
-takes, with the queries' bits, gathers by this list, and leaves its sums unnormalised, with the largest score that they
-are relative to. A second kernel weighs the parts of each query.
+With one block of queries a head there are too few programs, so the block's list of keys (see `key_lists`) is cut: a
+program takes a part of it for all query heads that share a head of k, 16 rows at least, and leaves its sums
+unnormalised, with the largest score that they are relative to. A second kernel weighs the parts of each query. The
+lists are made by segments of the keys, one program each, once for all heads that share a selection.
 
 Keys are rows of a contiguous cache, or of pages of PAGE keys, found through a table.
 """
@@ -14,47 +14,25 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton.key_lists import not_behind, positions
+from gossamer.attention._triton.key_lists import key_lists, slots_of
 from gossamer.attention.records import SparseAttention
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)
-CHUNKS: tl.constexpr = tl.constexpr(16)
-"""Chunks of BLOCK_N keys whose words a program looks at together, at most."""
-
-
-@triton.jit
-def list_keys(words_ptr, list_ptr, part, parts, end, offset, ROOM: tl.constexpr, CAUSAL: tl.constexpr):
-    """How many keys of a part any query takes: `list_ptr` gets these, and ROOM behind each the bits of who takes it.
-    Query i stands at key i + offset."""
-    TOGETHER: tl.constexpr = min(ROOM // BLOCK_N, CHUNKS)
-    found = 0
-    for first in range(part * BLOCK_N, end, parts * (TOGETHER * BLOCK_N)):
-        chunk = tl.arange(0, TOGETHER)[:, None] * parts * BLOCK_N
-        key = tl.reshape(first + chunk + tl.arange(0, BLOCK_N)[None, :], (TOGETHER * BLOCK_N,))
-        # The lower half of a word: there are no more than 16 queries.
-        word = tl.load(words_ptr + 2 * key.to(tl.int64), mask=key < end, other=0)
-        if CAUSAL:
-            word = not_behind(word, key - offset, 31)
-        taken = (word != 0).to(tl.int32)
-        slot = list_ptr + found + tl.cumsum(taken, axis=0) - taken
-        tl.store(slot, key, mask=taken != 0)
-        tl.store(slot + ROOM, word, mask=taken != 0)
-        found += tl.sum(taken, axis=0)
-    # Other threads read what these have written.
-    tl.debug_barrier()
-    return found
+SEGMENTS, SEGMENT = 32, 512
+"""Segments of the keys whose lists programs of their own make, at most, and keys of one, at least."""
 
 
 @launch.kernel
 def _sparse_decode_parts_kernel(
-    q_ptr, k_ptr, v_ptr, parts_ptr, words_ptr, lists_ptr, lengths_ptr, table_ptr,
-    stride_kb, stride_kh, stride_kt, H, Tk, pages, pool, scale,
-    ROOM: tl.constexpr, GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr,
-    D: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, parts_ptr, lists_ptr, counts_ptr, table_ptr,
+    stride_kb, stride_kh, stride_kt, H, each, pages, pool, scale,
+    SEGMENTS: tl.constexpr, GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr,
+    D: tl.constexpr, PAGE: tl.constexpr, DEPENDENT: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the keys, HEADS heads of q, batch). stride_kb is a page's where there are pages."""
+    """Program (part of the list, HEADS heads of q, batch). stride_kb is a page's where there are pages."""
     BLOCK_M: tl.constexpr = triton.next_power_of_2(max(16, HEADS * TQ))
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     part, parts = tl.program_id(0), tl.num_programs(0)
@@ -67,19 +45,26 @@ def _sparse_decode_parts_kernel(
     token = (batch * H + here) * TQ + query
     q = tl.load(q_ptr + token[:, None] * D + column[None, :], mask=inside, other=0.0)
     kv_head = (head // GROUP).to(tl.int64)
-    words_ptr += (batch * SCOPES + head * SCOPES // H) * 2 * Tk
-    lists_ptr += ((batch * tl.num_programs(1) + tl.program_id(1)) * parts + part) * 2 * ROOM
-    end, offset = positions(lengths_ptr, batch, TQ, Tk)
-    count = list_keys(words_ptr, lists_ptr, part, parts, end, offset, ROOM, CAUSAL)
+    scope = batch * SCOPES + head * SCOPES // H
+    lists_ptr += scope * 3 * SEGMENTS * each
+    if DEPENDENT:
+        gdc_wait()
+        gdc_launch_dependents()
+    counts = tl.load(counts_ptr + scope * SEGMENTS + tl.arange(0, SEGMENTS))
+    starts = tl.cumsum(counts, axis=0) - counts
+    count = tl.sum(counts, axis=0)
+    first = part * tl.cdiv(tl.cdiv(count, BLOCK_N), parts) * BLOCK_N
+    end = tl.minimum(first + tl.cdiv(tl.cdiv(count, BLOCK_N), parts) * BLOCK_N, count)
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, count, BLOCK_N):
+    for start in range(first, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        # Past the end the last key once more, of whom nobody's bit is set.
-        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
-        word = tl.load(lists_ptr + ROOM + slot, mask=slot < count, other=0)
+        # Past the end the last key once more, with no bit set.
+        at = lists_ptr + slots_of(tl.minimum(slot, count - 1), starts, each)
+        key = tl.load(at)
+        word = tl.load(at + SEGMENTS * each, mask=slot < count, other=0)
         keep = ((word[None, :] >> query[:, None]) & 1) != 0
         if PAGE > 0:
             page = tl.load(table_ptr + batch * pages + key // PAGE).to(tl.int64)
@@ -110,13 +95,17 @@ def _sparse_decode_parts_kernel(
 
 
 @launch.kernel
-def _sparse_decode_kernel(parts_ptr, out_ptr, lse_ptr, H, Tq, parts, D: tl.constexpr, BLOCK: tl.constexpr):
+def _sparse_decode_kernel(
+    parts_ptr, out_ptr, lse_ptr, H, Tq, parts, D: tl.constexpr, BLOCK: tl.constexpr, DEPENDENT: tl.constexpr
+):  # fmt: skip
     """Program (query of one head and batch): weighs its parts."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     token = tl.program_id(0).to(tl.int64)
     batch, head, query = token // (H * Tq), token // Tq % H, token % Tq
     part, column = tl.arange(0, BLOCK), tl.arange(0, BLOCK_D)
     parts_ptr += (token * parts + part) * (D + 2)
+    if DEPENDENT:
+        gdc_wait()
     m = tl.load(parts_ptr + D, mask=part < parts, other=float("-inf"))
     sums = tl.load(parts_ptr + D + 1, mask=part < parts, other=0.0)
     inside = (part < parts)[:, None] & (column < D)[None, :]
@@ -145,28 +134,21 @@ def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
     # Heads that share both a head of k and a list.
     heads = 1 if scopes == h else h // g
     groups = b * (h // heads)
-    chunks = launch.cdiv(tk, BLOCK_N.value)
-    cuts = max(1, min(chunks, 64, 4 * tuning.programs(q.device) // groups))
-    room = launch.next_power_of_2(launch.cdiv(chunks, cuts)) * BLOCK_N.value
-    lists = torch.empty(groups, cuts, 2, room, dtype=torch.int32, device=q.device)
+    cuts = max(1, min(launch.cdiv(tk, BLOCK_N.value), 64, 4 * tuning.programs(q.device) // groups))
+    segments = min(SEGMENTS, launch.next_power_of_2(launch.cdiv(tk, SEGMENT)))
+    lists, counts = key_lists(words, lengths, tq, causal, 1, segments=segments)
     parts = torch.empty(b, h, tq, cuts, d + 2, dtype=torch.float32, device=q.device)
     q, (k, v) = q.contiguous(), _alike(k, v)
     strides = (k.stride(0), *((k.stride(2), k.stride(1)) if paged else k.stride()[1:3]))
-    meta = {
-        "ROOM": room,
-        "GROUP": h // g,
-        "SCOPES": scopes,
-        "HEADS": heads,
-        "TQ": tq,
-        "D": d,
-        "PAGE": k.shape[1] if paged else 0,
-    }
-    meta["CAUSAL"] = causal
-    sizes = (*strides, h, tk, 0 if table is None else table.shape[1], k.shape[0])
-    args = (q, k, v, parts, words.view(torch.int32), lists, lengths, table, *sizes, scale)
-    _sparse_decode_parts_kernel((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
-    meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
-    _sparse_decode_kernel((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
+    sizes = (*strides, h, lists.shape[3] // segments, 0 if table is None else table.shape[1], k.shape[0])
+    args = (q, k, v, parts, lists, counts, table, *sizes, scale)
+    follows = tuning.dependent_launch(q.device)
+    meta = {"SEGMENTS": segments, "GROUP": h // g, "SCOPES": scopes, "HEADS": heads, "TQ": tq, "D": d}
+    meta |= {"PAGE": k.shape[1] if paged else 0, "DEPENDENT": follows}
+    grid = (cuts, h // heads, b)
+    _sparse_decode_parts_kernel(grid, args, meta, num_warps=4, num_stages=2, launch_pdl=follows)
+    meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts), "DEPENDENT": follows}
+    _sparse_decode_kernel((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta, launch_pdl=follows)
     return out.transpose(1, 2), lse
 
 
@@ -179,8 +161,7 @@ def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 EXAMPLES = {
     _sparse_decode_parts_kernel: {
-        "words_ptr": "*i32", "ROOM": 1024, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64,
-        "CAUSAL": True,
+        "SEGMENTS": 64, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64, "DEPENDENT": False,
     },
-    _sparse_decode_kernel: {"D": 128, "BLOCK": 64},
+    _sparse_decode_kernel: {"D": 128, "BLOCK": 64, "DEPENDENT": False},
 }  # fmt: skip

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.attention import levels
 from gossamer.attention._triton._indexer import in_units, valid_keys, visible_keys
 
@@ -193,6 +193,23 @@ def column_of_tie(
 
 
 @triton.jit
+def last_of_ties(
+    row_ptr, start, visible, key, need, window, sinks, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """The column of the need-th key that equals `key`, from word `start` of a row on."""
+    seen = 0
+    found = 0
+    start -= BLOCK
+    while seen < need:
+        start += BLOCK
+        words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
+        found = tl.sum(how_many(equalling(words, key, PACKED)))
+        seen += found
+    need -= seen - found
+    return 2 * start + column_of_tie(row_ptr, 2 * start, visible, key, need, window, sinks, 2 * BLOCK, FORCED)
+
+
+@triton.jit
 def count_at_four(
     row_ptr, visible, window, sinks, a, b, c, d, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
 ):
@@ -249,24 +266,13 @@ def _long_threshold_kernel(
             near, far = (high - low) // 64 + 1, (high - low) // 8
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
-            seen = 0
-            found = 0
-            start = -BLOCK
-            while seen < need:
-                start += BLOCK
-                words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
-                found = tl.sum(how_many(equalling(words, low, PACKED)))
-                seen += found
-            need -= seen - found
-            last = 2 * start + column_of_tie(row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED)
+            last = last_of_ties(row_ptr, 0, visible, low, need, window, sinks, BLOCK, FORCED, PACKED)
     if marked:
         tl.store(threshold_ptr + first + row, low)
         tl.store(last_ptr + first + row, last)
 
 
 LONG = launch.Tile({"BLOCK": 1024}, warps=8)
-FEW_LONG = launch.Tile({"BLOCK": 4096}, warps=16)
-"""Of rows that are fewer than multiprocessors: one that has no other row waits for memory."""
 
 
 def find_thresholds(
@@ -294,8 +300,7 @@ def find_thresholds(
         warps = max(1, min(32, words // 1024))
         _row_threshold_kernel((rows, 1, 1), (*given, *sizes, *rule), {"WORDS": words, **meta}, num_warps=warps)
         return
-    tile = FEW_LONG if rows < tuning.programs(keys.device) else LONG
-    _long_threshold_kernel((rows, 1, 1), (*given, flags, *sizes, *rule), {**tile.sizes, **meta}, **tile.options)
+    _long_threshold_kernel((rows, 1, 1), (*given, flags, *sizes, *rule), {**LONG.sizes, **meta}, **LONG.options)
 
 
 EXAMPLES = {
