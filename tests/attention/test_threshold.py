@@ -9,6 +9,7 @@ import torch
 from gossamer._core.ops import INTERPRET
 
 kernels = pytest.importorskip("gossamer.attention._triton.threshold")
+few_rows = pytest.importorskip("gossamer.attention._triton.few_rows")
 pytestmark = pytest.mark.kernels
 KEPT = 31744
 
@@ -27,7 +28,6 @@ def _check(
     sizes = (0, rows, rows, columns, columns, 1)
     rest = (rows, sizes, (k, window, sinks), packed)
     if segments:
-        few_rows = pytest.importorskip("gossamer.attention._triton.few_rows")
         assert few_rows.find_in_segments((keys, None, wanted), found, *rest, 1)
     else:
         kernels.find_thresholds(keys, None, wanted, *found, *rest)
@@ -51,6 +51,7 @@ def test_a_stable_sort_takes_the_same(
     monkeypatch: Any,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(kernels, "MAX_REGISTERS", registers)
+    monkeypatch.setattr(few_rows, "FEW", 1)
     keys = torch.randint(1, levels + 1, (3, 256), device=device, generator=generator, dtype=torch.int16)
     wanted = torch.tensor([k, max(k // 2, 1), 1], dtype=torch.int32, device=device) if each else None
     _check(keys, k, wanted, segments=segments)
@@ -65,6 +66,7 @@ def test_long_rows(
 ) -> None:  # fmt: skip
     """With few levels many keys equal the threshold."""
     monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
+    monkeypatch.setattr(few_rows, "FEW", 1)
     keys = torch.randint(1, levels + 1, (3, 8192), device=device, generator=generator, dtype=torch.int16)
     _check(keys, 500, window=window, sinks=sinks, segments=segments)
 

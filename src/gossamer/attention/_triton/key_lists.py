@@ -13,13 +13,12 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.attention._triton._indexer import valid_keys
 
 QUERIES = 64
-SEGMENT_TILE = 2048
+SEGMENT_TILE = 1024
 """Keys of a segment that a program looks at together."""
 
 
@@ -49,11 +48,9 @@ def slots_of(slot, starts, each):
 @launch.kernel(do_not_specialize=["N", "first"])
 def _key_lists_kernel(
     words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tq, Tk, first, each, SCOPES: tl.constexpr, CAUSAL: tl.constexpr,
-    PARTS: tl.constexpr, BLOCK: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Program (batch and scope, group from `first` on, segment of `each` keys)."""
-    if LAUNCH_DEPENDENTS:
-        gdc_launch_dependents()
     scope, group, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     part = (first + group) * PARTS + tl.arange(0, PARTS)
     out = group.to(tl.int64) * tl.num_programs(0) + scope
@@ -112,16 +109,13 @@ def key_lists(
     each = launch.cdiv(max(seen, 1), 32 * segments) * 32
     lists = torch.empty(groups, b * s, 1 + 2 * parts, segments * each, dtype=torch.int32, device=words.device)
     counts = torch.empty(groups, b * s, segments, dtype=torch.int32, device=words.device)
-    block = keys_of_tile(parts) if segments == 1 else SEGMENT_TILE
+    block, warps = (keys_of_tile(parts), 8) if segments == 1 else (SEGMENT_TILE, 4)
     meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": block}
-    meta["LAUNCH_DEPENDENTS"] = segments > 1 and tuning.dependent_launch(words.device)
     args = (words, lengths, lists, counts, n, num_queries, tk, first, each)
-    _key_lists_kernel((b * s, groups, segments), args, meta, num_warps=8)
+    _key_lists_kernel((b * s, groups, segments), args, meta, num_warps=warps)
     return lists, counts
 
 
 EXAMPLES = {
-    _key_lists_kernel: {
-        "SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": keys_of_tile(2), "LAUNCH_DEPENDENTS": False, "num_warps": 8,
-    },
-}  # fmt: skip
+    _key_lists_kernel: {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": keys_of_tile(2), "num_warps": 8},
+}

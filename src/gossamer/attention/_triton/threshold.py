@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
 from gossamer.attention import levels
 from gossamer.attention._triton._indexer import in_units, valid_keys, visible_keys
 
@@ -273,6 +273,8 @@ def _long_threshold_kernel(
 
 
 LONG = launch.Tile({"BLOCK": 1024}, warps=8)
+FEW_LONG = launch.Tile({"BLOCK": 4096}, warps=16)
+"""Of rows that are fewer than multiprocessors: one that has no other row waits for memory."""
 
 
 def find_thresholds(
@@ -300,7 +302,8 @@ def find_thresholds(
         warps = max(1, min(32, words // 1024))
         _row_threshold_kernel((rows, 1, 1), (*given, *sizes, *rule), {"WORDS": words, **meta}, num_warps=warps)
         return
-    _long_threshold_kernel((rows, 1, 1), (*given, flags, *sizes, *rule), {**LONG.sizes, **meta}, **LONG.options)
+    tile = FEW_LONG if rows < tuning.programs(keys.device) else LONG
+    _long_threshold_kernel((rows, 1, 1), (*given, flags, *sizes, *rule), {**tile.sizes, **meta}, **tile.options)
 
 
 EXAMPLES = {
