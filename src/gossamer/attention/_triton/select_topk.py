@@ -347,9 +347,9 @@ class _Call:
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, flags: Tensor | None) -> None:
         given, found = (keys, self.lengths, wanted), (self.threshold, self.last)
-        rest = (slab.rows, self.sizes(slab), self.rule, self.packed, self.granularity)
-        if flags is not None or not find_in_segments(given, found, *rest):
-            find_thresholds(*given, *found, *rest, flags)
+        sizes, rule, packed, unit = self.sizes(slab), self.rule, self.packed, self.granularity
+        if flags is not None or not find_in_segments(given, found, slab.rows, sizes, rule, packed, unit):
+            find_thresholds(*given, *found, slab.rows, sizes, rule, packed, unit, flags)
 
     def take(self, slab: Slab, keys: Tensor | None, flags: Tensor | None = None) -> None:
         _, window, sinks = self.rule
