@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +18,27 @@ from gossamer.blocksparse._torch import scatter_reduce as _scatter_cpu
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import Form, Lists
 from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce
-from gossamer.blocksparse.scatter_path import PATHS, choose_path
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+
+Path = Literal["matrices", "transposed", "lines"]
+PATHS: dict[Path, str] = {
+    "matrices": "indices along a leading dimension: a program walks the matrices that follow each other",
+    "transposed": "indices along columns, with entries enough to pay: blocks are transposed, and walked by rows",
+    "lines": "all other calls: a walk of rows or columns with results in global memory",
+}
+LEAST = 3 << 21
+"""Entries from which on "transposed" is taken. Its further launches cost the host more, and with 2^22 entries or fewer
+eager calls lost by it on an H100."""
+MOST = 4
+"""Elements of input and result for each entry, up to which it is taken: these are transposed, too."""
+
+
+def choose_path(call: BlocksparseScatterReduce) -> Path:
+    """One of `PATHS`, by what the host knows."""
+    entries, moved = call.index.numel(), call.form[7] * call.form[3] * call.form[4] * (1 if call.given is None else 2)
+    if call.axis[0] == 0:
+        return "matrices"
+    return "transposed" if call.axis[0] == 1 and entries >= LEAST and moved <= MOST * entries else "lines"
 
 
 @dataclass(frozen=True)
