@@ -17,7 +17,7 @@ from gossamer.blocksparse._torch import gather as _gather_cpu
 from gossamer.blocksparse._torch import scatter_reduce as _scatter_cpu
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import Form, Lists
-from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce
+from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseScatterReduce
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 Path = Literal["matrices", "transposed", "lines"]
@@ -138,7 +138,7 @@ def layout_of_indices(indices: BlockSparseTensor, dim: int, size: int, *, capaci
     (*lead, m, n), (height, width) = shape, layout.block_size
     along = _axis(dim, shape, indices.shape)
     target = Form(math.prod(lead), -(-m // height), -(-n // width), height, width, m, n, 0)
-    mask = _reach(BlocksparseGatherReach(indices.values, layout.buffer, layout.form, along, target))
+    mask = _gather_cpu.reached(indices.values, layout.lists, target, along)
     return Layout.from_mask(mask.view(*lead, *mask.shape[1:]), layout.block_size, size=(m, n), capacity=capacity)
 
 
@@ -267,14 +267,3 @@ def _scatter(path: str) -> Any:
     from gossamer.blocksparse._triton import scatter_reduce as kernels
 
     return getattr(kernels, f"scatter_{path}")
-
-
-def _fake_reach(call: BlocksparseGatherReach) -> Tensor:
-    return call.index.new_empty(*call.target[:3], dtype=torch.bool)
-
-
-@register(BlocksparseGatherReach, cpu=_gather_cpu.reach, fake=_fake_reach)
-def _reach() -> Any:
-    from gossamer.blocksparse._triton.gather import reach
-
-    return reach

@@ -17,7 +17,7 @@ from gossamer.blocksparse._torch import rows as _impl
 from gossamer.blocksparse.fill_outside import fill_outside
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import lost
-from gossamer.blocksparse.records import BlocksparseCollect, BlocksparseMost, BlocksparseShifted, BlocksparseSpread
+from gossamer.blocksparse.records import BlocksparseCollect, BlocksparseMost, BlocksparseShifted
 
 
 def check_floats(operator: str, argument: str, values: Tensor) -> None:
@@ -95,12 +95,8 @@ def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor
     return torch.where(layout.overflowed, torch.nan, padded)
 
 
-def _spread_backward(call: BlocksparseSpread, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    return {"vectors": _collect(BlocksparseCollect(grads[0], *call[1:]))}
-
-
 def _collect_backward(call: BlocksparseCollect, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    return {"parts": _spread(BlocksparseSpread(grads[0], *call[1:]))}
+    return {"parts": _impl.spread(grads[0], *call[1:])}
 
 
 def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
@@ -120,26 +116,15 @@ def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: An
 def _most_backward(call: BlocksparseMost, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
     (grad,), (found,), values = grads, kept, call.values
     lists = call.layout, call.form, call.dim
-    best = values == _spread(BlocksparseSpread(found, *lists)).unsqueeze(call.dim)
+    best = values == _impl.spread(found, *lists).unsqueeze(call.dim)
     share = grad / _collect(BlocksparseCollect(best.to(grad.dtype).sum(call.dim), *lists))
-    return {"values": torch.where(best, _spread(BlocksparseSpread(share, *lists)).unsqueeze(call.dim), 0)}
+    return {"values": torch.where(best, _impl.spread(share, *lists).unsqueeze(call.dim), 0)}
 
 
 def _of_lines(call: BlocksparseCollect | BlocksparseMost, like: Tensor) -> Tensor:
     """Empty `[rows, b]`."""
     z, *counts = call.form[:3]
     return like.new_empty(z * counts[call.dim + 1], call.form[3:5][call.dim + 1])
-
-
-@register(
-    BlocksparseSpread,
-    cpu=_impl.spread,
-    fake=lambda call: call.vectors.new_empty(call.form[7], call.vectors.shape[1]),
-    backward=_spread_backward,
-    saved=("layout",),
-)
-def _spread() -> Any:
-    return _impl.spread
 
 
 @register(
