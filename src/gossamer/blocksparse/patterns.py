@@ -263,7 +263,9 @@ def _of_tokens(grid: _Grid, tokens: int | Tensor) -> _Pattern:
     """Queries and keys that are among the tokens, with all others."""
     at = tokens.long() if isinstance(tokens, Tensor) else torch.arange(tokens, device=grid.device)
     (m, n), shift = grid.size, grid.shift if isinstance(grid.shift, int) else grid.shift[..., 0]
-    flags, some, every = [], [], []
+    flags: list[Tensor] = []
+    some: list[Tensor] = []
+    every: list[Tensor] = []
     for place, limit, block in ((at - shift, m, grid.block[0]), (at, n, grid.block[1])):
         # Whether a query or a key is global; positions outside of the matrix go behind the last.
         inside = torch.where((at >= 0) & (place >= 0) & (place < limit), place, limit)
@@ -360,7 +362,8 @@ class _Grid:
 
 @lru_cache(maxsize=64)
 def _count(name: str, size: tuple[int, int], block: tuple[int, int], numbers: tuple[int, ...]) -> tuple[int, int]:
-    pattern = {"_near": _near, "_of_tokens": _of_tokens}[name](_Grid("", size, block, None, "cpu"), *numbers)
+    grid = _Grid("", size, block, None, "cpu")
+    pattern = _near(grid, *numbers) if name == "_near" else _of_tokens(grid, *numbers)
     return int(pattern.present.sum()), int((pattern.present & ~pattern.whole).sum())
 
 
