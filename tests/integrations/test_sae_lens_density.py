@@ -103,7 +103,7 @@ def test_copies_keep_what_is_pinned(device: torch.device) -> None:
     again = copy.deepcopy(sae)
     assert type(step(again, x).feature_acts) is torch.Tensor
     # The rest of a SAELens SAE cannot be pickled.
-    assert pickle.loads(pickle.dumps(again._gossamer)).density.pinned == "dense"
+    assert pickle.loads(pickle.dumps(again._gossamer)).report.density.pinned == "dense"
     unpatch(again)
     assert type(step(sae, x).feature_acts) is torch.Tensor
 
