@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from gossamer._core.ops import needs_gradient
-from gossamer.blocksparse.fill_outside import fill_outside
 from gossamer.blocksparse.layout import Layout
-from gossamer.blocksparse.rows import check_floats, reduced, with_vector
+from gossamer.blocksparse.rows import check_floats, fill_outside, reduced, with_vector
 
 if TYPE_CHECKING:
     from typing_extensions import Self
