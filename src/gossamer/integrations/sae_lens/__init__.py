@@ -225,6 +225,11 @@ class _State(threading.local):
         self.path: str | None = None
         self.counts: Tensor | None = None
 
+    @property
+    def density(self) -> rowsparse.DensityTracker:
+        """The tracker of `report`, by which `gossamer.warm_up` finds the paths."""
+        return self.report.density
+
     def is_turn_of(self, name: str) -> bool:
         """Whether the pass calls `name` next; then that turn is over."""
         own = self.turns[:1] == (name,)
