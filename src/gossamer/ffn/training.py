@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import operator, tuning
+from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.ffn.activity import Activity
 from gossamer.ffn.costs import PATHS, sample_step
@@ -48,6 +49,11 @@ class Sizes(NamedTuple):
     limit: int
     room: int
     slots: int
+    hot: int
+
+
+HOT = 256
+"""Neurons, at most, that are columns of dense products."""
 
 
 def sizes_for(m: int, n: int, mean: float | None) -> Sizes:
@@ -57,7 +63,8 @@ def sizes_for(m: int, n: int, mean: float | None) -> Sizes:
     each = min(n, max(16, 1 << (int(each) - 1).bit_length()))
     in_tile = each * min(1.0, 256 / n)
     slots = min(256, max(16, 1 << int(2.5 * in_tile).bit_length()))
-    return Sizes(max(64, n // HEAVY), min(MOST, -(-m * each // 16) * 16), slots)
+    hot = min(HOT, -(-n // 16) * 16)
+    return Sizes(max(64, n // HEAVY), min(MOST, -(-m * each // 16) * 16), slots, hot)
 
 
 def pays(known: Density | None, block: Block, sizes: tuple[int, int, int, int]) -> bool:
@@ -117,6 +124,9 @@ def differentiable(
 
 def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor]:
     """By lists of the active entries: the block's result, its activity, and the entries of each row."""
+    if not (block.x.is_cuda or INTERPRET):
+        # The CPU computes dense products, and keeps lists alone.
+        sizes = sizes._replace(hot=0)
     call = SparseTraining(*block[:8], block.activation == "relu2", *sizes)
     found = Trained(*sparse_training(call))
     fired = found.fired.long()
