@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from gossamer._core.ops import INTERPRET
+from gossamer.ffn.costs import hot_bound
 from gossamer.ffn.records import SparseTraining
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.rowsparse.formats import empty_twell
@@ -45,9 +46,10 @@ def test_the_most_frequent_are_chosen(
     # A tile has slots for 8 of 16 columns.
     held = torch.cat([part * (part.cumsum(1) <= 8) for part in z[::step].split(tile, 1)], 1).sum(0).int()
     used = int(hot.listed[0])
-    listed = hot.listed[1 : 1 + used].tolist()
-    least = max(int(soon.share_of(4) * len(z[::step])), -(-soon.LEAST // step))
+    listed = hot.listed[2 : 2 + used].tolist()
+    least = max(int(hot_bound(len(z[::step]), 4, device)), -(-soon.LEAST // step))
     assert used == min(capacity, int((held > least).sum())) or used < capacity < frequent
+    assert int(hot.listed[1]) == int((held > least).sum())
     assert listed == sorted(listed) and all(held[j] > least for j in listed)
     others = [j for j in range(n) if j not in listed]
     if used and frequent > capacity:
@@ -93,7 +95,7 @@ def test_penalty_and_counts(
     active = gate.detach() > 0
     active[heavy[1 : 1 + int(heavy[0])].long()] = False
     assert fired.tolist() == (gate > 0).sum(0).tolist()
-    assert torch.equal(values[0, :, :used] != 0, active[:, hot[1 : 1 + used].long()])
+    assert torch.equal(values[0, :, :used] != 0, active[:, hot[2 : 2 + used].long()])
     torch.testing.assert_close(l1.double(), exact.detach(), rtol=1e-6, atol=1e-6)
     names = list(a)
     whole = 3 * exact + (reference(wide) * grad.double()).sum()

@@ -47,11 +47,12 @@ class SparseTraining(NamedTuple):
 
 
 class Trained(NamedTuple):
-    """out `[M, D]`; l1: the sum of |hidden activations| over M, float32; nnz: entries of each row, int32 `[M]`,
-    where those of hot neurons count for the time that they take; fired: entries of each neuron, `[N]`. Of the lists of entries: values before they are squared `[room]`, columns `[room]`,
-    offsets of rows int32 `[M + 1]`. heavy: how many rows stand in no list, and which, int32 `[1 + M]`. up_values: the
-    up projection at the entries, `[room]` or `[0]`. hot: how many neurons are hot, and which, int32 `[1 + hot]`;
-    hot_values: the gate and the up projection at their entries, 0 elsewhere, `[2 or 1, M, hot]`."""
+    """out `[M, D]`; l1: the sum of |hidden activations| over M, float32; nnz: entries of each row beside those of hot
+    neurons, int32 `[M]`; fired: entries of each neuron, `[N]`. Of the lists of entries: values before they are squared
+    `[room]`, columns `[room]`, offsets of rows int32 `[M + 1]`. heavy: how many rows stand in no list, and which, int32
+    `[1 + M]`. up_values: the up projection at the entries, `[room]` or `[0]`. hot: how many neurons stand in columns,
+    how many would if there were enough, and the former, int32 `[2 + hot]`; hot_values: the gate and the up projection
+    at their entries, 0 elsewhere, `[2 or 1, M, hot]`."""
 
     out: Tensor
     l1: Tensor

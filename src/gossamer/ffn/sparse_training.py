@@ -27,7 +27,7 @@ def _fake(call: SparseTraining) -> Trained:
         offsets=ints(m + 1),
         heavy=ints(m + 1),
         up_values=x.new_empty(0 if call.up_weight is None else room),
-        hot=ints(1 + call.hot),
+        hot=ints(2 + call.hot),
         hot_values=x.new_empty(1 if call.up_weight is None else 2, m, call.hot),
     )
 

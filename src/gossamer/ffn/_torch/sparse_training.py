@@ -69,7 +69,7 @@ def sparse_training(call: SparseTraining) -> Trained:
         if up is not None:
             up_values[part] = up[rows, found]
         end = part.stop
-    hot = torch.zeros(1 + call.hot, dtype=torch.int32), x.new_zeros(1 if call.up_weight is None else 2, m, call.hot)
+    hot = torch.zeros(2 + call.hot, dtype=torch.int32), x.new_zeros(1 if call.up_weight is None else 2, m, call.hot)
     return Trained(out, (l1 / max(m, 1)).to(wide), nnz, fired, values, columns, offsets, heavy, up_values, *hot)
 
 

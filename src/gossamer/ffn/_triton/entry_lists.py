@@ -1,8 +1,9 @@
 """The active entries of a block's rows in one list, row by row, and the same entries neuron by neuron.
 
 `row_lists` brings the tiles of `linear_pack` together: row m has the entries `offsets[m]` to `offsets[m + 1]`, columns
-ascending. Entries of hot neurons (`train_hot`) go into `[M, H]` instead. Rows with more entries than pay, or more than a tile has slots for, or that no longer fit the room, have no
-entries there; they are listed in ascending order instead, for dense tiles.
+ascending. Entries of hot neurons (`train_hot`) go into `[M, H]` instead. Rows with more entries than pay, or more than
+a tile has slots for, or that no longer fit the room, have no entries in either; they are listed in ascending order
+instead, for dense tiles.
 
 `column_lists` needs no sort and has no order of arrival. A word of 32 bits holds the rows of a group of 32 that have a
 neuron: the bits below a row's own say how many of its group come first, and a running sum over the groups how many
@@ -37,20 +38,19 @@ class Weights(NamedTuple):
 
 
 class Hot(NamedTuple):
-    """Hot neurons. listed: int32 `[1 + H]`, how many slots are in use, and their neurons; slots: int32 `[N]`, a
-    neuron's slot, or -1; values `[1 or 2, M, H]`, zeros: the gate at its entries; behind it there is room for the up
-    projection. worth: how many entries of each of 1,024 rows take the time of one hot neuron."""
+    """Hot neurons. listed: int32 `[2 + H]`, how many slots are in use, how many neurons are hot, and those with slots;
+    slots: int32 `[N]`, a neuron's slot, or -1; values `[1 or 2, M, H]`, zeros: the gate at its entries; behind it there
+    is room for the up projection."""
 
     listed: Tensor
     slots: Tensor
     values: Tensor
-    worth: int
 
 
 class RowLists(NamedTuple):
     """values and columns `[room]`, columns of 16 bits without a sign where N <= 65,536; offsets int32 `[M + 1]`; nnz
-    int32 `[M]`, the entries of rows beside those of hot neurons, and what these are worth; heavy int32 `[1 + M]`, how many rows are listed and which; fired int32 `[N]`,
-    entries of columns."""
+    int32 `[M]`, the entries of rows beside those of hot neurons; heavy int32 `[1 + M]`, how many rows are listed and
+    which; fired int32 `[N]`, entries of columns."""
 
     values: Tensor
     columns: Tensor
@@ -103,11 +103,10 @@ def listed_counts(indices_ptr, slot_ptr, used, at, counts, slots, tile):
 
 @launch.kernel
 def _ffn_row_counts_kernel(
-    indices_ptr, counts_ptr, hot_ptr, slot_ptr, nnz_ptr, kept_ptr, tiles, slots, tile, limit, worth,
+    indices_ptr, counts_ptr, hot_ptr, slot_ptr, nnz_ptr, kept_ptr, tiles, slots, tile, limit,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row): its entries beside those of hot neurons, and what these are worth; and its entries in the lists,
-    -1 of rows that are in none."""
+    """Program (row): its entries beside those of hot neurons, and the same of rows that are gathered, -1 of others."""
     row = tl.program_id(0).to(tl.int64)
     used = tl.load(hot_ptr)
     total = 0
@@ -119,7 +118,7 @@ def _ffn_row_counts_kernel(
         held = tl.minimum(counts, slots)
         listed = listed_counts(indices_ptr + row * tiles * slots, slot_ptr, used, at, held, slots, tile)
         total += tl.sum(counts - held + listed, axis=0)
-    tl.store(nnz_ptr + row, total + used * worth // 1024)
+    tl.store(nnz_ptr + row, total)
     tl.store(kept_ptr + row, tl.where((most > slots) | (total > limit), -1, total))
 
 
@@ -255,7 +254,7 @@ def row_lists(packed: tuple[Tensor, Tensor, Tensor], hot: Hot, tile: int, n: int
     fired, heavy = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, m + 1))
     out = values.new_empty(room)
     meta = {"BLOCK": min(max(launch.next_power_of_2(tiles), 16), 64)}
-    args = (indices, counts, hot.listed, hot.slots, nnz, kept, tiles, slots, tile, limit, hot.worth)
+    args = (indices, counts, hot.listed, hot.slots, nnz, kept, tiles, slots, tile, limit)
     _ffn_row_counts_kernel((m, 1, 1), args, meta, num_warps=1)
     scan = {"BLOCK": min(2048, max(256, launch.next_power_of_2(m)))}
     _ffn_row_offsets_kernel((1, 1, 1), (kept, offsets, heavy, m, room), scan, num_warps=8)

@@ -50,12 +50,11 @@ def sparse_training(call: SparseTraining) -> Trained:
     weights = Weights(*call[1:6], turned(call.down_weight))
     lists, hot = lists_of(x, weights, call.limit, call.room, call.slots, call.hot)
     out, up_values, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
-    hot_l1 = train_hot.forward(hot, x, weights, out, squared)
     heavy.project(lists.heavy, x, (*weights, call.down_bias), out, squared, (l1, lists.fired))
+    l1 = train_hot.forward(hot, x, weights, out, l1, squared)
     kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
     up_values = x.new_empty(0) if up_values is None else up_values
-    l1 = (l1.sum() + hot_l1) / x.shape[0]
-    return Trained(out, l1, lists.nnz, lists.fired, *kept, up_values, hot.listed, hot.values)
+    return Trained(out, l1 / x.shape[0], lists.nnz, lists.fired, *kept, up_values, hot.listed, hot.values)
 
 
 @together
