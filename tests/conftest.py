@@ -29,6 +29,11 @@ INTERPRETED = {folder.parent.name for folder in SOURCES.glob("*/_triton")}
 INTERPRETED_TOO = (Path("test_empty.py"), Path("test_strides.py"), Path("_core/test_launch.py"))
 DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
+if INTERPRET:
+    from tests import bounds
+
+    bounds.install()
+
 hypothesis.settings.register_profile(
     "gossamer",
     deadline=None,

@@ -203,3 +203,26 @@ def test_triton_takes_nothing_for_granted_of_them(backend: str) -> None:
         found = {specialize(getattr(compiler, kind), count[at:], False, loose, aligned) for at in range(4)}
         assert len(found) == 1
     assert len({specialize(getattr(compiler, kind), count[at:], False, True, True) for at in range(4)}) == 2
+
+
+@pytest.mark.kernels
+@pytest.mark.skipif(not INTERPRET, reason="a GPU may fault")
+@pytest.mark.parametrize("first", [-1, 0, 1])
+def test_memory_of_no_argument_is_an_error(first: int) -> None:
+    """`tests/bounds.py`, of the interpreter."""
+
+    @triton.jit
+    def copied(x_ptr, out_ptr, first, BLOCK: tl.constexpr):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + at, mask=at < BLOCK)
+        tl.store(out_ptr + tl.arange(0, BLOCK), x)
+
+    x, out = torch.arange(8.0), torch.empty(8)
+    if first < 0:
+        with pytest.raises(Exception, match="load of 1 elements beyond every argument"):
+            copied[(1,)](x, out, first, BLOCK=8)
+        with pytest.raises(Exception, match="store of 8 elements beyond every argument"):
+            copied[(1,)](x, out[:0], 0, BLOCK=8)
+    else:
+        copied[(1,)](x, out, first, BLOCK=8)
+        assert torch.equal(out[: 8 - first], x[first:])

@@ -221,6 +221,26 @@ def test_paths(register: Callable[..., Operator[Any]], monkeypatch: pytest.Monke
     assert "gossamer::_core.scaled/many" in {event.key for event in shown.key_averages()}
 
 
+def test_a_graph_gets_plain_tuples(register: Callable[..., Operator[Any]]) -> None:
+    """PyTorch before 2.12 puts no `NamedTuple` into a graph."""
+
+    class Size(NamedTuple):
+        height: int
+        width: int
+
+    op, fields = register(Scaled, scaled), []
+
+    def record(graph: Any, inputs: Any) -> Any:
+        fields.extend(node.args[-1] for node in graph.graph.nodes if node.target is op.overload)
+        return graph
+
+    def call(x: Tensor) -> tuple[Tensor, Tensor]:
+        return op(Scaled(x, None, 2.0, Size(3, 4)))
+
+    torch.compile(call, fullgraph=True, backend=record)(torch.ones(3))
+    assert fields == [(3, 4)] and type(fields[0]) is tuple
+
+
 def test_every_path_has_its_condition() -> None:
     assert {"linear_glu", "linear_pack", "gated_mlp_bwd_"} <= OPERATORS.keys()
     for name, found in OPERATORS.items():

@@ -75,7 +75,7 @@ def test_layouts_must_be_shared(pair) -> None:
     with pytest.raises(TypeError, match="unsupported operand"):
         a / torch.ones(3, 3, device=a.device)
     with pytest.raises(ValueError, match=r"__add__: other must have shape .* got \[3, 3\]"):
-        a + torch.ones(3, 3)
+        a + torch.ones(3, 3, device=a.device)
 
 
 def test_comparisons(pair) -> None:

@@ -123,6 +123,25 @@ def test_same_outputs(kind: str, shape: tuple[int, ...], dtype: torch.dtype, dev
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_small_products_are_those_of_the_class(kind: str, device: torch.device) -> None:
+    plain = make(kind, device)
+    patched = copy.deepcopy(plain)
+    report, x = patch(patched), activations(device)
+    with torch.no_grad():
+        latents = plain.encode(x)
+        assert torch.equal(patched(x), plain(x)) and report.density.last_path is None
+        if not _scaled(plain):
+            assert torch.equal(patched.decode(latents), plain.decode(latents))
+        heard: list[Tensor] = []
+        handle = patched.hook_sae_acts_post.register_forward_hook(lambda module, args, out: heard.append(out))
+        assert torch.equal(patched(x), plain(x)) and torch.equal(heard[0], latents)
+        handle.remove()
+        report.density.pinned = "sparse"
+        agree(patched, plain, x)
+    assert report.density.last_path == "sparse"
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_nan_stays_nan(kind: str, device: torch.device) -> None:
     plain = make(kind, device)
     patched = copy.deepcopy(plain)

@@ -11,7 +11,9 @@ pytest.importorskip("sae_lens")
 
 from sae_lens.saes.sae import TrainingSAE
 
+import gossamer
 from gossamer.integrations.sae_lens import patch, unpatch
+from gossamer.rowsparse import DensityTracker
 from tests.integrations import test_sae_lens as inference
 from tests.integrations import test_sae_lens_training as training
 from tests.integrations.test_sae_lens_training import D_SAE, activations, gradients, make, step
@@ -103,7 +105,7 @@ def test_copies_keep_what_is_pinned(device: torch.device) -> None:
     again = copy.deepcopy(sae)
     assert type(step(again, x).feature_acts) is torch.Tensor
     # The rest of a SAELens SAE cannot be pickled.
-    assert pickle.loads(pickle.dumps(again._gossamer)).density.pinned == "dense"
+    assert pickle.loads(pickle.dumps(again._gossamer)).report.density.pinned == "dense"
     unpatch(again)
     assert type(step(sae, x).feature_acts) is torch.Tensor
 
@@ -126,3 +128,17 @@ def test_a_run_that_becomes_sparse(device: torch.device) -> None:
         losses.append(torch.tensor(found))
     assert paths[0] == "dense" and paths[-1] == "sparse"
     torch.testing.assert_close(*losses, rtol=1e-3, atol=1e-3)
+
+
+def test_warm_up_takes_both_paths(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    sae, taken = inference.make("jumprelu", device), set()
+    density = patch(sae).density
+    check = DensityTracker.check_pinned
+
+    def spy(self: DensityTracker, *paths: str) -> None:
+        taken.add(self.pinned)
+        check(self, *paths)
+
+    monkeypatch.setattr(DensityTracker, "check_pinned", spy)
+    gossamer.warm_up(sae, inference.activations(device))
+    assert taken == {"sparse", "dense"} and density.pinned is None and density.last_path is None

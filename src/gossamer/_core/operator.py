@@ -52,7 +52,8 @@ class Operator(Generic[Record]):
 
     def __call__(self, call: Record) -> Any:
         if torch.compiler.is_compiling():
-            return self.overload(*call)
+            # PyTorch before 2.12 puts plain tuples alone into a graph, no `NamedTuple`.
+            return self.overload(*[tuple(field) if isinstance(field, tuple) else field for field in call])
         recording, last, tensors = torch.is_grad_enabled(), None, self._tensors(call)
         if not ops._PLAIN.issuperset(map(type, tensors)):
             return self.overload(*call)

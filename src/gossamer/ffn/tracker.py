@@ -26,6 +26,7 @@ class BlockTracker:
     Args:
         lag: how many calls late statistics are read, of those that are recorded.
         pinned: the name of a path that is always taken, or None.
+        rows: the tracker of entries, or None for a new one.
 
     Attributes:
         last_path: the name of the path last taken, or None.
@@ -39,9 +40,9 @@ class BlockTracker:
     True
     """
 
-    def __init__(self, lag: int = 4, pinned: str | None = None) -> None:
-        self.rows = DensityTracker(lag, pinned)
-        self.hot = DensityTracker(lag)
+    def __init__(self, lag: int = 4, pinned: str | None = None, rows: DensityTracker | None = None) -> None:
+        self.rows = DensityTracker(lag, pinned) if rows is None else rows
+        self.hot = DensityTracker(self.rows.lag)
         self.last_path: str | None = None
         self._looked = self._trained = 0
         self._seen: Density | None = None

@@ -30,14 +30,17 @@ operator.PATHS["ffn.gated, ffn.plain"] = {
     "training/dense": "gradients otherwise: `gemm.gated_mlp`, or plain PyTorch for a block without a gate or with a "
     "threshold",
 }
-RATE = 1.85
+RATE = 1.7
 """At how many times the rate of a single row gather that goes: STAGES rows of a program are on their way at once."""
-PRODUCT = 0.78
-"""Of what a product by itself takes, its part in a block of many rows: 4.55 ms for nine (H200, 16,384 x 2,048 x 5,632).
-"""
-MOVED = 10
+PRODUCT = 0.72
+"""Of what a product by itself takes, its part in a block of many rows: with what is moved 4.6 ms for nine (H200,
+16,384 x 2,048 x 5,632)."""
+MOVED = 9
 """Times that dense products and what is between them move a hidden activation."""
-LISTS, LISTS_OF_ROW = 1e-4, 2.2e-8
+FEW = 3
+"""How many times as long a column takes where there are few, for hot neurons: tiles of products are not full, and the
+lists of the next most frequent neurons are long."""
+LISTS, LISTS_OF_ROW = 8e-5, 2.2e-8
 """Seconds that lists take whatever they hold, in all and for each row: to make them, and to begin a program."""
 HEAVY, GATHERED = 22, 8
 """A row with more than one in HEAVY of all columns takes less time in dense tiles: 0.8 us a row, 3.2 ns an entry. Tiles
@@ -108,7 +111,7 @@ def lists_are_faster(
     products = 3 * down + 3 * gate * (2 if gated else 1) + moved * n
     # Of W_up twice, of x and of W_gate; of W_down and of the output's gradient.
     gathered = mean * m * size * ((4 if gated else 2) * k + 2 * d) / (RATE * rates.gather)
-    hot = products * columns / n
+    hot = FEW * products * columns / n
     return gate + LISTS + m * LISTS_OF_ROW + gathered + hot < products
 
 

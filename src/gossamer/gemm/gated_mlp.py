@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient, refuse_second
 from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
-from gossamer.gemm.linear_glu import check_operands, linear_glu, linear_glu_operator, products_bwd
+from gossamer.gemm.linear_glu import check_operands, linear_glu_operator, products_bwd
 from gossamer.gemm.records import GatedMlpBwd, LinearGlu
+
+_checked: Checked[str] = Checked()
 
 
 def gated_mlp(
@@ -49,8 +52,32 @@ def gated_mlp(
     >>> gated_mlp(torch.ones(2, 3), torch.ones(4, 3), torch.ones(4, 3), torch.ones(3, 4)).shape
     torch.Size([2, 3])
     """
+    operands = (x, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias)
+    autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
+    key = None if autocasts else key_of(operands, (activation,))
+    name = _checked.get(key)
+    if name is None:
+        name = _check(operands, activation)
+        x, gate_weight, up_weight, down_weight = autocast.cast(  # type: ignore[assignment]
+            x, gate_weight, up_weight, down_weight
+        )
+        weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
+        checks.same_dtype("gemm.gated_mlp", "x", x, **weights)
+        _checked.keep(key, name)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    if needs_gradient(*operands):
+        out = _GatedMLP.apply(flat, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias, name, recompute)
+    else:
+        hidden = linear_glu_operator(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, name, False))[0]
+        out = linear(hidden, down_weight, down_bias)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+
+
+def _check(operands: tuple[Any, ...], activation: str) -> str:
+    """The activation's name in `linear_glu`; raises where an operand does not fit."""
     operator = "gemm.gated_mlp"
-    activation = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
+    x, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias = operands
+    name = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
     n = gate_weight.shape[0] // (2 if up_weight is None else 1)
     biases = {} if down_bias is None else {"down_bias": down_bias}
     checks.floating(operator, down_weight=down_weight, **biases)
@@ -58,19 +85,7 @@ def gated_mlp(
     if down_bias is not None:
         checks.shape(operator, "down_bias", down_bias, (down_weight.shape[0],), "[D]", "like down_weight")
     checks.same_device(operator, "x", x.device, down_weight=down_weight, **biases)
-    x, gate_weight, up_weight, down_weight = autocast.cast(  # type: ignore[assignment]
-        x, gate_weight, up_weight, down_weight
-    )
-    checks.same_dtype(operator, "x", x, gate_weight=gate_weight, up_weight=up_weight, down_weight=down_weight)
-    operands = (x, gate_weight, up_weight, down_weight, gate_bias, up_bias, down_bias)
-    if not needs_gradient(*operands):
-        hidden = linear_glu(x, gate_weight, up_weight, activation=activation, gate_bias=gate_bias, up_bias=up_bias)
-        return linear(hidden, down_weight, down_bias)
-    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = _GatedMLP.apply(
-        flat, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias, activation, recompute
-    )
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+    return name
 
 
 class _GatedMLP(torch.autograd.Function):

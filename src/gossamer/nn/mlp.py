@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from gossamer import gemm
 from gossamer._core import checks
 from gossamer.ffn import Activity, BlockTracker, SparseBlock
+from gossamer.ffn.block import NAMES
 from gossamer.gemm.linear_glu import GATES, activation_name
-from gossamer.nn.plain import weight_and_bias, why_called
+from gossamer.nn.plain import of_parts, weight_and_bias, why_called
+
+_GATED, _PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
 
 
 class Outputs(NamedTuple):
@@ -53,6 +56,8 @@ class _Sparse(nn.Module):
         self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear, recompute: bool = False
     ) -> Any:
         """The result, or None where the activation is not sparse, or a gradient is needed and the path computes all."""
+        if self.activation not in NAMES:
+            return None
         of_up = (None, None) if up is None else weight_and_bias(up)
         weights = (*weight_and_bias(gate), *of_up, *weight_and_bias(down))
         options: dict[str, Any] = {"activation": self.activation, "recompute": recompute, "with_activity": self.l1}
@@ -133,7 +138,7 @@ class GatedMLP(_Sparse):
         # Attributes of a module that are modules are slow to get.
         layers: Any = self._modules
         gate, up, down = layers["gate_proj"], layers["up_proj"], layers["down_proj"]
-        if why_called(gate_proj=gate, up_proj=up, down_proj=down) is not None:
+        if of_parts(self, _GATED, lambda: why_called(gate_proj=gate, up_proj=up, down_proj=down)) is not None:
             return self._layer_by_layer(x, gate, up, down)
         checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
         out = self._sparse(x, gate, up, down, self.recompute)
@@ -141,16 +146,12 @@ class GatedMLP(_Sparse):
             return out
         if self.l1:
             return self._layer_by_layer(x, gate, up, down)
+        (gate_weight, gate_bias), (up_weight, up_bias), (down_weight, down_bias) = map(
+            weight_and_bias, (gate, up, down)
+        )
+        options: dict[str, Any] = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
         return gemm.gated_mlp(
-            x,
-            gate.weight,
-            up.weight,
-            down.weight,
-            activation=self.activation,
-            gate_bias=gate.bias,
-            up_bias=up.bias,
-            down_bias=down.bias,
-            recompute=self.recompute,
+            x, gate_weight, up_weight, down_weight, activation=self.activation, recompute=self.recompute, **options
         )
 
     def extra_repr(self) -> str:
@@ -198,7 +199,7 @@ class MLP(_Sparse):
         layers: Any = self._modules
         up, down = layers["up_proj"], layers["down_proj"]
         out = None
-        if why_called(up_proj=up, down_proj=down) is None:
+        if of_parts(self, _PLAIN, lambda: why_called(up_proj=up, down_proj=down)) is None:
             checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
             out = self._sparse(x, up, None, down)
         return self._layer_by_layer(x, up, None, down) if out is None else out

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
+from torch.nn.modules import module as _nn
 from torch.nn.modules.module import _has_any_global_hook
 
 from gossamer._core import autocast, checks
 
+Found = TypeVar("Found")
+_KEPT = "_gossamer_parts"
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_GLOBAL_HOOKS = [getattr(_nn, f"_global{name}") for name in _HOOKS]
+_ATTRIBUTES = ("forward", "weight", "bias", "approximate")
 # torch.export traces with parameters that are FakeTensors; those of a subclass stay of that subclass.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
@@ -28,6 +37,58 @@ def why_called(**layers: nn.Module | None) -> str | None:
             if tensor is not None and (type(tensor) not in _PLAIN or tensor.dtype not in checks.FLOATS):
                 return f"{name} has parameters of type {type(tensor).__name__}, {checks.name_of(tensor.dtype)}"
     return None
+
+
+def of_parts(module: nn.Module, names: tuple[str, ...], find: Callable[[], Found]) -> Found:
+    """The result of `find`, which depends on the parts of the module with these names. The module keeps the result
+    until a part changes; copies and pickles of the module find anew."""
+    if torch.compiler.is_compiling():
+        return find()
+    kept: _Kept[Found] | None = module.__dict__.get(_KEPT)
+    if kept is not None and kept.holds(module):
+        return kept.found
+    kept = _Kept(module, names, find())
+    # A hook may go without a trace.
+    module.__dict__[_KEPT] = kept if kept.holds(module) else None
+    return kept.found
+
+
+def forget_parts(module: nn.Module) -> None:
+    module.__dict__.pop(_KEPT, None)
+
+
+class _Kept(Generic[Found]):
+    """A result, and the parts of a module that it depends on: modules, their types, their parameters with dtypes."""
+
+    __slots__ = ("_hooks", "_modules", "_seen", "_tensors", "found")
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...], found: Found) -> None:
+        self.found = found
+        self._modules = [(name, part := module._modules.get(name), type(part)) for name in names]
+        self._hooks, self._seen, self._tensors = [*_GLOBAL_HOOKS], [], []
+        for _, part, _ in self._modules:
+            if part is None:
+                continue
+            self._hooks += [getattr(part, name) for name in _HOOKS]
+            self._seen += [(part.__dict__, name, part.__dict__.get(name)) for name in _ATTRIBUTES]
+            self._seen += [(part._parameters, name, tensor) for name, tensor in part._parameters.items()]
+            self._tensors += [(tensor, tensor.dtype) for tensor in part._parameters.values() if tensor is not None]
+
+    def holds(self, module: nn.Module) -> bool:
+        """Whether nothing has changed, and no hook listens. It takes 2 us: every call of a module asks."""
+        if any(self._hooks):
+            return False
+        modules = module._modules
+        for name, part, kind in self._modules:
+            if modules.get(name) is not part or type(part) is not kind:
+                return False
+        for attributes, name, value in self._seen:
+            if attributes.get(name) is not value:
+                return False
+        return all([tensor.dtype is dtype for tensor, dtype in self._tensors])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 def weight_and_bias(layer: nn.Linear) -> tuple[Tensor, Tensor | None]:

@@ -226,8 +226,11 @@ class SparseAutoencoder(torch.nn.Module):
         followed = self._expected is None and not self.sharded
         path = "sparse"
         if not self.sharded:
-            rows = x.shape[:-1].numel()
-            path = choose_path(self._density, rows, self.W_dec, self._expected, training=self.training)
+            rows, training = x.shape[:-1].numel(), self.training
+            self._density.check_pinned("sparse", "dense")
+            path = self._density.path(
+                lambda known: choose_path(known, rows, self.W_dec, self._expected, training=training), training=training
+            )
         if path == "sparse":
             # Where earlier rows would have filled it, up to twice the usual number of slots.
             found = slots(self._density.basis(training=self.training), self.d_sae) if self._expected is None else None

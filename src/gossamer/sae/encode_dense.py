@@ -8,7 +8,7 @@ from torch import Tensor
 
 from gossamer._core.operator import register
 from gossamer.gemm.activations import Activation, resolve
-from gossamer.rowsparse import Density, DensityTracker
+from gossamer.rowsparse import Density
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.pack import default_capacity
@@ -89,25 +89,20 @@ def most_slots(d_sae: int) -> int:
 
 
 def choose_path(
-    tracker: DensityTracker, m: int, W_dec: Tensor, expected: int | None, *, training: bool, times: float = 1.0
+    known: Density | None, m: int, W_dec: Tensor, expected: int | None, *, training: bool, times: float = 1.0
 ) -> str:
     """`"sparse"` or `"dense"`, whichever is faster for m rows: by the entries that a row is expected to have, or by
-    the statistics of the tracker. Before the first it is dense in training and sparse in inference. `times` multiplies
-    the break-even, where the dense way is a slower one than `encode_dense`."""
+    what a tracker knows. Before it knows anything the path is dense in training and sparse in inference. `times`
+    multiplies the break-even, where the dense path is a slower one than `encode_dense`."""
     d_sae, d_out = W_dec.shape
     limit = break_even(m, d_out, d_sae, W_dec)
-
-    def choose(known: Density | None) -> str:
-        if expected is not None:
-            entries: float = expected
-        elif known is None:
-            return "dense" if training else "sparse"
-        else:
-            entries = known.light / max(known.rows, 1) + limit * again(known, training, W_dec.device.type == "cuda")
-        return "dense" if entries > times * limit else "sparse"
-
-    tracker.check_pinned("sparse", "dense")
-    return tracker.path(choose, training=training)
+    if expected is not None:
+        entries: float = expected
+    elif known is None:
+        return "dense" if training else "sparse"
+    else:
+        entries = known.light / max(known.rows, 1) + limit * again(known, training, W_dec.device.type == "cuda")
+    return "dense" if entries > times * limit else "sparse"
 
 
 def again(known: Density, training: bool, on_gpu: bool) -> float:

@@ -28,7 +28,8 @@ def _source(map_ptr, k, K, at, length, most):
     if map_ptr is None:
         return tl.where(at < most, at, -1)
     else:
-        return tl.load(map_ptr + at * K + k, mask=at < length, other=-1).to(tl.int32)
+        # Behind the last block places are negative.
+        return tl.load(map_ptr + at * K + k, mask=(at >= 0) & (at < length), other=-1).to(tl.int32)
 
 
 @triton.jit

@@ -12,7 +12,7 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -25,7 +25,10 @@ from torch.nn.modules import module as torch_module
 from gossamer import gemm, rowsparse
 from gossamer import sae as operators
 from gossamer._core import autocast
+from gossamer.ffn import BlockTracker
+from gossamer.nn.plain import of_parts
 from gossamer.rowsparse.pack import default_capacity
+from gossamer.sae import decode_path
 from gossamer.sae.encode_dense import choose_path
 
 try:
@@ -137,8 +140,11 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
         if not bool(expected.isfinite().all()):
             raise ValueError(f"{operator}: {_why_not_finite(sae)} The SAE is left unpatched.")
         report = _bind(sae, density)
+        # Small products would be those of the class.
+        pinned, density.pinned = density.pinned, "sparse"
         out = sae(check)
         packed = _packed(sae, check) if "forward" in report.accelerated else sae.encode(check)
+        density.pinned = pinned
     difference = float((out - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
     # In half precision near ties are broken otherwise: of k equal latents each moves the output by (2 / k) ** 0.5.
     limit = 0.25 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-4
@@ -206,15 +212,23 @@ class _State(threading.local):
     hands out packed latents; any other one, such as a hook's, gets a dense tensor. The second `encode` of a pass takes
     the path of the first: SAELens removes hooks for it, and dense and packed latents differ by rounding.
 
-    Paths are those of `choose_path`, and `"theirs"` where a hook listens to the latents.
+    Paths are those of `choose_path`, `"theirs"` where a hook listens to the latents, and `"small"` where every product
+    is so small that the class's own methods are the fastest.
     """
 
     def __init__(self, report: Report) -> None:
-        self.report, self.density = report, report.density
+        self.report, self.tracker = report, BlockTracker(rows=report.density)
+        self.small: dict[Hashable, bool] = {}
         self.turns: tuple[str, ...] = ()
+        self.followed = False
         self.training = False
         self.path: str | None = None
         self.counts: Tensor | None = None
+
+    @property
+    def density(self) -> rowsparse.DensityTracker:
+        """The tracker of `report`, by which `gossamer.warm_up` finds the paths."""
+        return self.report.density
 
     def is_turn_of(self, name: str) -> bool:
         """Whether the pass calls `name` next; then that turn is over."""
@@ -236,7 +250,7 @@ class _State(threading.local):
         """Tells the tracker how many entries rows have had, where it asks."""
         if self.counts is not None:
             limit = default_capacity(d_sae)
-            self.density.record(self.counts, training=self.training, limit=limit)
+            self.tracker.rows.record(self.counts, training=self.training, limit=limit)
 
     def __deepcopy__(self, memo: Any) -> _State:
         return _State(copy.deepcopy(self.report, memo))
@@ -322,21 +336,43 @@ def _listened(hook: Any) -> bool:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
     state = self._gossamer
+    if args and not torch.compiler.is_compiling() and _is_small(self, args[0], "W_enc"):
+        before, state.path = state.path, "small"
+        try:
+            return type(self).forward(self, *args, **kwargs)
+        finally:
+            state.path = before
     with state.running(1 + bool(self.use_error_term)):
         out: Tensor = type(self).forward(self, *args, **kwargs)
         state.record(self.W_dec.shape[0])
     return out
 
 
+def _is_small(self: Any, x: Tensor, name: str) -> bool:
+    """Whether the plain product of latents takes hardly longer than a launch, for the rows of x, which is multiplied
+    with the parameter `name`; and no path is pinned."""
+    state, parameters = self._gossamer, self._parameters
+    weight, W_dec = parameters.get(name), parameters.get("W_dec")
+    if weight is None or W_dec is None or state.tracker.rows.pinned is not None:
+        return False
+    rows = x.numel() // max(weight.shape[0], 1)
+    key = rows, W_dec.shape, W_dec.dtype, W_dec.device
+    found: bool | None = state.small.get(key)
+    if found is None:
+        found = state.small[key] = decode_path.dense_is_faster(rows, W_dec.shape[0], W_dec.shape[1], W_dec)
+    return found
+
+
 def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
-    path, state = _path(self, x), self._gossamer
+    state = self._gossamer
+    path = _path(self, x)
     if path != "sparse":
         acts: Tensor = type(self).encode(self, x)
-        if path == "dense" and _expected(self) is None:
+        if path == "dense" and state.followed:
             state.counts = torch.count_nonzero(acts.detach(), -1)
         return acts
     rows = _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
-    if _expected(self) is None:
+    if state.followed:
         state.counts = rows.counts
     return rows
 
@@ -353,11 +389,11 @@ def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     path, state = _path(self, x), self._gossamer
     if path != "sparse":
         acts, hidden_pre = type(self).encode_with_hidden_pre(self, x)
-        if path == "dense" and _expected(self) is None:
+        if path == "dense" and state.followed:
             state.counts = _training.entries(self, acts, hidden_pre)
         return acts, hidden_pre
     latents, lazy = _training.encode_with_hidden_pre(self, x)
-    if _expected(self) is None:
+    if state.followed:
         state.counts = latents.rows.counts
     return latents, lazy
 
@@ -366,19 +402,38 @@ def _path(self: Any, x: Tensor) -> str:
     """The path of the encode that begins: the faster one within a pass whose latents nobody listens to."""
     state = self._gossamer
     if not state.is_turn_of("encode"):
-        return "theirs"
+        return "small" if state.path == "small" else "theirs"
     if state.path is None:
-        heard = any(_listened(part) for part in (self.hook_sae_acts_pre, self.hook_sae_acts_post, self.activation_fn))
-        if heard or _why_not_packed(self) is not None:
-            state.path = "theirs"
-        else:
-            rows = x.numel() // max(self.W_enc.shape[0], 1)
-            # SAELens's dense path takes more passes over the latents than ours, measured on x86. A step in training by
-            # such passes took an H200 20.5 ms, and 9.3 ours (`bench nn`).
-            times = 2.0 if state.training and self.W_dec.is_cuda else 1.5
-            options = {"training": state.training, "times": times}
-            state.path = choose_path(state.density, rows, self.W_dec, _expected(self), **options)
+        state.path = "theirs" if of_parts(self, _PARTS, lambda: _is_heard(self)) else _faster(self, x)
     return state.path
+
+
+_PARTS = ("hook_sae_acts_pre", "hook_sae_acts_post", "activation_fn")
+
+
+def _is_heard(self: Any) -> bool:
+    """Whether somebody listens to the latents, or they cannot be packed any more."""
+    return any(_listened(getattr(self, name)) for name in _PARTS) or _why_not_packed(self) is not None
+
+
+def _faster(self: Any, x: Tensor) -> str:
+    """The path of `choose_path`; in inference one call of eight counts the entries of rows."""
+    state, expected = self._gossamer, _expected(self)
+    training, tracker = state.training, state.tracker
+    rows = x.numel() // max(self.W_enc.shape[0], 1)
+    # SAELens's dense path takes more passes over the latents than ours, measured on x86. A step in training by such
+    # passes took an H200 20.5 ms, and 9.3 ours (`bench nn`).
+    times = 2.0 if training and self.W_dec.is_cuda else 1.5
+
+    def choose(known: rowsparse.Density | None, _: bool = True) -> str:
+        return choose_path(known, rows, self.W_dec, expected, training=training, times=times)
+
+    tracker.rows.check_pinned("sparse", "dense")
+    state.followed = expected is None and (training or tracker.due(8))
+    if training:
+        return tracker.rows.path(choose, training=True)
+    path = tracker.rows.last_path = tracker.path(choose, due=state.followed, key=(rows, expected))
+    return path
 
 
 def _expected(self: Any) -> int | None:
@@ -432,7 +487,8 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
     if isinstance(feature_acts, Tensor):
         # Somebody else may hold latents that need a gradient, and ask for that of every latent, as an attribution does.
         held = feature_acts.requires_grad and torch.is_grad_enabled()
-        if feature_acts.is_sparse or self._gossamer.path == "dense" or held:
+        theirs = self._gossamer.path in ("dense", "small") or feature_acts.is_sparse or held
+        if theirs or _is_small(self, feature_acts, "W_dec"):
             out: Tensor = type(self).decode(self, feature_acts)
             self._gossamer.is_turn_of("decode")
             return out

@@ -14,7 +14,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from gossamer.integrations.transformers._layouts import (
     why_not_fused,
     why_not_sparse,
 )
-from gossamer.nn.plain import why_called
+from gossamer.nn.plain import forget_parts, of_parts, weight_and_bias, why_called
 
 _PATCH = "integrations.transformers.patch"
 
@@ -158,6 +158,7 @@ def undo(operator: str, model: nn.Module) -> bool:
     for module in found.values():
         for name in ("forward", "sparse_block"):
             module.__dict__.pop(name, None)
+        forget_parts(module)
         module.__class__ = module._gossamer[0]
     return bool(found)
 
@@ -193,11 +194,12 @@ def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[.
         given = (*args, *kwargs.values())
         # A call that the class refuses is left to it, too.
         if len(given) == 1 and (not kwargs or argument in kwargs):
-            out = _sparse(self, given[0], layout)
+            able = _able(self, layout)
+            out = _sparse(self, given[0], layout, able) if able.sparse else None
             if out is not None:
                 return out
-            if not layout.plain and why_not_fused(self, layout) is None:
-                return _compute(self, given[0], layout, recompute)
+            if able.fused:
+                return _compute(self, given[0], layout, able, recompute)
         return kind.forward(self, *args, **kwargs)
 
     return forward
@@ -208,11 +210,12 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     and the others hand it on."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
+        able = _able(self, layout)
+        if not able.sparse:
             return kind.forward(self, *args, **kwargs)
         kept = not torch.is_grad_enabled() or self.sparse_block.keeps_activity
         if kept and not drops_out(self, layout):
-            return kind.forward(_View(self, layout, _run, _same), *args, **kwargs)
+            return kind.forward(_View(self, layout, functools.partial(_run, able=able), _same), *args, **kwargs)
         if self.sparse_block.observer is None:
             return kind.forward(self, *args, **kwargs)
         return kind.forward(_View(self, layout, _observed), *args, **kwargs)
@@ -270,19 +273,17 @@ def nothing_changed(operator: str, model: nn.Module, why: str) -> None:
     warnings.warn(f"{operator}: {type(model).__name__} is {why}; nothing changed.", stacklevel=3)
 
 
-def _sparse(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
-    """The result of a block's `SparseBlock`, or None where it has none or something keeps it from that."""
-    if "sparse_block" not in self.__dict__ or why_not_sparse(self, layout) is not None:
-        return None
-    if drops_out(self, layout):
+def _sparse(self: Any, x: Tensor, layout: Layout, able: _Able) -> Tensor | None:
+    """The result of a block's `SparseBlock`, or None where entries drop out or the path computes all."""
+    if layout.dropout and drops_out(self, layout):
         _observe(self, x, layout)
         return None
-    return _run(self, x, layout)
+    return _run(self, x, layout, able)
 
 
-def _run(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
+def _run(self: Any, x: Tensor, layout: Layout, able: _Able) -> Tensor | None:
     """The same, of a block that may be computed so."""
-    (weights, name), block = _weights(self, layout), self.sparse_block
+    weights, name, block = _weights(self, layout), able.activation, self.__dict__["sparse_block"]
     if not (block.keeps_activity and torch.is_grad_enabled()):
         return block(x, *weights, activation=name)
     found = block(x, *weights, activation=name, with_activity=True)
@@ -296,7 +297,7 @@ def gate_weight(module: Any) -> Tensor:
     """`[N, K]`, the weight that the activation of a sparse block follows."""
     layout = layout_of(type(module)._gossamer[0])
     assert layout is not None
-    return _weights(module, layout)[0][0]
+    return _weights(module, layout)[0]
 
 
 def _observed(self: Any, x: Tensor, layout: Layout) -> Tensor:
@@ -312,45 +313,69 @@ def _observe(self: Any, x: Tensor, layout: Layout) -> None:
 
 
 def _block(self: Any, x: Tensor, layout: Layout) -> Block:
-    (gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias), name = _weights(self, layout)
+    gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = _weights(self, layout)
     operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
-    return Block(*operands, name)
+    return Block(*operands, _able(self, layout).activation)
 
 
-def _weights(self: Any, layout: Layout, whole: bool = False) -> tuple[tuple[Any, ...], str]:
-    """(weights and biases as a `SparseBlock` takes them, the activation's name); `whole`: where one layer has gate and
-    up, its weight stays one, if the gate comes first."""
-    gate, down = getattr(self, layout.gate), getattr(self, layout.down)
-    gate_weight, gate_bias, up_weight, up_bias = gate.weight, gate.bias, None, None
+class _Able(NamedTuple):
+    """What the parts of a block allow now: its `SparseBlock`, `linear_glu`, and that down is read and not called; and
+    the activation's name."""
+
+    sparse: bool
+    fused: bool
+    reads_down: bool
+    activation: str
+
+
+def _able(self: Any, layout: Layout) -> _Able:
+    names = tuple(filter(None, (layout.gate, layout.up, layout.down, layout.activation, layout.dropout)))
+    return of_parts(self, names, functools.partial(_find_able, self, layout))
+
+
+def _find_able(self: Any, layout: Layout) -> _Able:
+    return _Able(
+        "sparse_block" in self.__dict__ and why_not_sparse(self, layout) is None,
+        not layout.plain and why_not_fused(self, layout) is None,
+        why_called(**{layout.down: self._modules.get(layout.down)}) is None,
+        activation_of(self, layout) or "",
+    )
+
+
+def _weights(self: Any, layout: Layout, whole: bool = False) -> tuple[Any, ...]:
+    """Weights and biases as a `SparseBlock` takes them; `whole`: where one layer has gate and up, its weight stays one,
+    if the gate comes first."""
+    parts = self._modules  # attributes of a module that are modules are slow to get
+    (gate_weight, gate_bias), up_weight, up_bias = weight_and_bias(parts[layout.gate]), None, None
     if layout.up is not None:
-        up = getattr(self, layout.up)
-        up_weight, up_bias = up.weight, up.bias
+        up_weight, up_bias = weight_and_bias(parts[layout.up])
     elif not layout.plain:
         order = slice(None) if layout.gate_first else slice(None, None, -1)
         if not (whole and layout.gate_first):
             gate_weight, up_weight = gate_weight.chunk(2)[order]
         gate_bias, up_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)[order]
-    return (gate_weight, gate_bias, up_weight, up_bias, down.weight, down.bias), activation_of(self, layout) or ""
+    return gate_weight, gate_bias, up_weight, up_bias, *weight_and_bias(parts[layout.down])
 
 
-def _compute(self: Any, x: Tensor, layout: Layout, recompute: bool) -> Tensor:
-    (gate_weight, gate_bias, up_weight, up_bias, *_), name = _weights(self, layout, whole=True)
+def _compute(self: Any, x: Tensor, layout: Layout, able: _Able, recompute: bool) -> Tensor:
+    gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = _weights(self, layout, whole=True)
     scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
     if scale is not None:
         # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.
         x = x * scale
         gate_bias, up_bias = (None if t is None else t * scale for t in (gate_bias, up_bias))
-    options: dict[str, Any] = {"activation": name, "gate_bias": gate_bias, "up_bias": up_bias, "recompute": recompute}
-    down = getattr(self, layout.down)
-    if not layout.dropout and scale is None and why_called(**{layout.down: down}) is None:
-        out = gemm.gated_mlp(x, gate_weight, up_weight, down.weight, down_bias=down.bias, **options)
+    options: dict[str, Any] = {"gate_bias": gate_bias, "up_bias": up_bias, "recompute": recompute}
+    if able.reads_down and scale is None and not layout.dropout:
+        out = gemm.gated_mlp(
+            x, gate_weight, up_weight, down_weight, down_bias=down_bias, activation=able.activation, **options
+        )
     else:
-        hidden = gemm.linear_glu(x, gate_weight, up_weight, **options)
+        hidden = gemm.linear_glu(x, gate_weight, up_weight, activation=able.activation, **options)
         hidden = hidden if scale is None else hidden / scale
         if layout.dropout:
             hidden = getattr(self, layout.dropout)(hidden)
             # T5 may keep this layer alone in float32.
-            if isinstance(down.weight, Tensor) and down.weight.dtype not in (hidden.dtype, torch.int8):
-                hidden = hidden.to(down.weight.dtype)
-        out = down(hidden)
+            if isinstance(down_weight, Tensor) and down_weight.dtype not in (hidden.dtype, torch.int8):
+                hidden = hidden.to(down_weight.dtype)
+        out = self._modules[layout.down](hidden)
     return out * getattr(self, layout.down_scale) if layout.down_scale else out
