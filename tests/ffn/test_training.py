@@ -44,6 +44,10 @@ def test_lists_pay_where_few_entries_are_active(monkeypatch: pytest.MonkeyPatch)
         found = [training.lists_are_faster(mean, 0, (16384, 2048, n, 2048), gated, 2, 0) for mean in range(300)]
         assert most[0] <= sum(found) <= most[1] and found == sorted(found, reverse=True)
     assert not training.lists_are_faster(1.0, 0, (64, 256, 704, 256), True, 2, 0)
+    # Of a trained model, with half of the entries or more in hot neurons: 28 entries pay in wide blocks alone.
+    assert training.lists_are_faster(14.2, 256, (16384, 2048, 4096, 2048), True, 2, 0)
+    for mean, columns in ((10.9, 256), (7.0, 256), (3.9, 192)):
+        assert not training.lists_are_faster(mean, columns, (16384, 768, 2048, 768), True, 2, 0)
 
 
 def test_sizes() -> None:

@@ -39,7 +39,9 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
     if grad is None:
         grad = x.new_zeros(x.shape[0], call.down_weight.shape[0])
     penalty = None if penalty is None else penalty.reshape(1)
-    dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(grad, penalty, *call[:7], *kept, call.squared))
+    values, columns, offsets, heavy, up_values, hot, hot_values = kept
+    lists = (values, columns, offsets, heavy, up_values, hot, hot_values)
+    dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(grad, penalty, *call[:7], *lists, call.squared))
     return {
         "x": dx,
         "gate_weight": gate,

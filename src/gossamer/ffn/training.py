@@ -127,7 +127,8 @@ def differentiable(
     """The block's result with gradients; sizes: M, K, N, D; `dense`: the way that computes everything."""
     m, _, n, _ = sizes
     tracker = density if method == "auto" else None
-    known = activity = found = None
+    known = activity = None
+    found: tuple[Tensor, Tensor] | None = None
     if tracker is not None:
         of_hot = tracker.hot.known(training=True)
         computed = "dense" if block.up_weight is None or block.threshold is not None else "fused"
@@ -142,7 +143,7 @@ def differentiable(
     sparse = method == "gather" and 0 not in sizes
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
         if sparse:
-            out, activity, *found = on_lists(block, sizes_for(m, n, known, hot))
+            out, activity, found = on_lists(block, sizes_for(m, n, known, hot))
         elif with_activity:
             out, activity = with_all(block)
         else:
@@ -157,9 +158,9 @@ def differentiable(
     return out, activity
 
 
-def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor, Tensor]:
-    """By lists of the active entries: the block's result, its activity, the entries of each row beside those of hot
-    neurons, and `[1]`, how many neurons are hot."""
+def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, tuple[Tensor, Tensor]]:
+    """By lists of the active entries: the block's result, its activity, and (the entries of each row beside those of hot
+    neurons; `[1]`, how many neurons are hot)."""
     if not (block.x.is_cuda or INTERPRET):
         # The CPU computes dense products, and keeps lists alone.
         sizes = sizes._replace(hot=0)
@@ -167,7 +168,7 @@ def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor, Tens
     found = Trained(*sparse_training(call))
     fired = found.fired.long()
     activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
-    return found.out, activity, found.nnz, found.hot[1:2]
+    return found.out, activity, (found.nnz, found.hot[1:2])
 
 
 def with_all(block: Block) -> tuple[Tensor, Activity]:

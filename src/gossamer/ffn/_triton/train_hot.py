@@ -120,8 +120,8 @@ def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, gated: bool
     their values are zeros."""
     values, indices, counts = packed
     m, tiles, slots = values.shape
-    ints = {"dtype": torch.int32, "device": values.device}
-    fired, listed, slot = torch.zeros(n, **ints), torch.zeros(2 + capacity, **ints), torch.empty(n, **ints)
+    fired, listed = (torch.zeros(size, dtype=torch.int32, device=values.device) for size in (n, 2 + capacity))
+    slot = torch.empty_like(fired)
     step = m // SAMPLED | 1
     rows, block = launch.cdiv(m, step), min(max(launch.next_power_of_2(tiles), 16), 64)
     args = (indices, counts, fired, step, tiles, slots, tile)
