@@ -25,26 +25,6 @@ from gossamer.ffn._triton.heavy import (
 
 
 @triton.jit
-def through(grad, z, active, up, penalty_ptr, SQUARED: tl.constexpr):
-    """(hidden activations, gradients through the gate, through the up projection) at entries; grad: of the hidden
-    activations, float32, without the L1 penalty's share. z: of the gate; up: float32, or None in a plain block."""
-    dtype: tl.constexpr = z.dtype
-    gate = tl.where(active, z.to(tl.float32), 0.0)
-    hidden = gate * gate if SQUARED else gate
-    slope = 2 * gate if SQUARED else tl.full(gate.shape, 1, tl.float32)
-    through_up = hidden
-    if up is not None:
-        if penalty_ptr is not None:
-            grad += tl.load(penalty_ptr) * tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
-        through_up = tl.where(active, grad * hidden, 0.0)
-        hidden = tl.where(active, hidden.to(dtype).to(tl.float32) * up, 0.0)
-        slope *= up
-    elif penalty_ptr is not None:
-        grad += tl.load(penalty_ptr)
-    return hidden, tl.where(active, grad * slope, 0.0), through_up
-
-
-@triton.jit
 def hidden_grad_tile(
     heavy_ptr, x_ptr, weights, grad_ptr, penalty_ptr, kept_ptr, tile_m, tile_n, base, held, R, N, K, D,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, SQUARED: tl.constexpr, DOT: tl.constexpr,
@@ -64,14 +44,20 @@ def hidden_grad_tile(
     size = tl.cast(R, tl.int64) * N
     grad, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), down_ptr + n.to(tl.int64)[None, :] * D
     grad = along(grad, grad_ptr + row[:, None] * D, w_rows, 1, 1, D, valid, inside, BLOCK_K, DOT)
-    up = None
+    gate = tl.where(active, z.to(tl.float32), 0.0)
+    hidden = gate * gate if SQUARED else gate
+    slope = 2 * gate if SQUARED else tl.zeros([BLOCK, BLOCK], tl.float32) + 1
     if up_ptr is not None:
         up = up_tile(x_rows, up_ptr, up_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT).to(tl.float32)
-    hidden, through_gate, through_up = through(grad, z, active, up, penalty_ptr, SQUARED)
+        if penalty_ptr is not None:
+            grad += tl.load(penalty_ptr) * tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
+        tl.store(to + 2 * size, tl.where(active, grad * hidden, 0.0), mask=mask)
+        hidden = tl.where(active, hidden.to(z.dtype).to(tl.float32) * up, 0.0)
+        slope *= up
+    elif penalty_ptr is not None:
+        grad += tl.load(penalty_ptr)
     tl.store(to, hidden, mask=mask)
-    tl.store(to + size, through_gate, mask=mask)
-    if up_ptr is not None:
-        tl.store(to + 2 * size, through_up, mask=mask)
+    tl.store(to + size, tl.where(active, grad * slope, 0.0), mask=mask)
 
 
 @triton.jit

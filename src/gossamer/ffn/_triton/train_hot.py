@@ -8,12 +8,12 @@ neuron without a slot is gathered, however many rows have it.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.ffn._triton.entry_lists import RANKS, Hot, Weights, columns_at
-from gossamer.ffn._triton.train_heavy import through
 from gossamer.ffn.costs import hot_bound
 
 SAMPLED = 2048
@@ -76,6 +76,26 @@ def _ffn_hot_choose_kernel(
         tl.store(slot_ptr + column, tl.where(chosen, place, -1), mask=column < N)
         used += tl.sum(chosen.to(tl.int32), axis=0)
     tl.store(hot_ptr, used)
+
+
+@triton.jit
+def through(grad, z, active, up, penalty_ptr, SQUARED: tl.constexpr):
+    """(hidden activations, gradients through the gate, through the up projection) at entries; grad: of the hidden
+    activations, float32, without the L1 penalty's share. z: of the gate; up: float32, or None in a plain block."""
+    dtype: tl.constexpr = z.dtype
+    gate = tl.where(active, z.to(tl.float32), 0.0)
+    hidden = gate * gate if SQUARED else gate
+    slope = 2 * gate if SQUARED else tl.full(gate.shape, 1, tl.float32)
+    through_up = hidden
+    if up is not None:
+        if penalty_ptr is not None:
+            grad += tl.load(penalty_ptr) * tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
+        through_up = tl.where(active, grad * hidden, 0.0)
+        hidden = tl.where(active, hidden.to(dtype).to(tl.float32) * up, 0.0)
+        slope *= up
+    elif penalty_ptr is not None:
+        grad += tl.load(penalty_ptr)
+    return hidden, tl.where(active, grad * slope, 0.0), through_up
 
 
 @launch.kernel
