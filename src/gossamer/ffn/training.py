@@ -159,8 +159,8 @@ def differentiable(
 
 
 def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, tuple[Tensor, Tensor]]:
-    """By lists of the active entries: the block's result, its activity, and (the entries of each row beside those of hot
-    neurons; `[1]`, how many neurons are hot)."""
+    """By lists of the active entries: the block's result, its activity, and (the entries of each row beside those of
+    hot neurons; `[1]`, how many neurons are hot)."""
     if not (block.x.is_cuda or INTERPRET):
         # The CPU computes dense products, and keeps lists alone.
         sizes = sizes._replace(hot=0)
