@@ -223,6 +223,6 @@ EXAMPLES = {
     _ffn_hot_sample_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 32, "num_warps": 1},
     _ffn_hot_choose_kernel: {"hot_ptr": "*i32", "slot_ptr": "*i32", "BLOCK": 8192, "SEARCHED": 1024, "num_warps": 8},
     _ffn_hot_hidden_kernel: {
-        "bias_ptr": None, "through_hidden_ptr": "*bf16", "BLOCK": 1024, "SQUARED": False, "GATED": True,
+        "bias_ptr": None, "BLOCK": 1024, "SQUARED": False, "GATED": True,
     },
 }  # fmt: skip
