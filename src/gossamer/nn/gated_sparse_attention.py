@@ -532,7 +532,8 @@ class GatedSparseAttention(nn.Module):
                 f'{OPERATOR}: adaptive="variance" has to know the usual variance of scores. Call calibrate(x), load a '
                 "state_dict that has adaptive_k.mean, or give an attention.AdaptiveK with a mean."
             )
-        number, options = self.adaptive or self.k_base, {"causal": True, "granularity": self.granularity}
+        number = self.adaptive or self.k_base
+        options: dict[str, Any] = {"causal": True, "granularity": self.granularity}
         with span("gsa/topk_select"):
             return attention.select_topk(q, k, w, self.indexer.idx_bias, number, lengths=lengths, **options)
 
