@@ -258,9 +258,11 @@ def forward(
         arrived = launch.counters.get(tiles * blocks, weight.device)
     args = (source, weight, bias, out, rows.spans, limit and limit[0], partial, arrived, rows.room)
     args += (source.stride(0), *weight.stride(), m, n, d)
-    # No more programs than fill the GPU a few times look for rows in vain.
-    each = launch.cdiv(tiles, max(launch.cdiv(4 * tuning.programs(weight.device), blocks), 16))
-    grid = (blocks * splits, launch.cdiv(tiles, each), 1)
+    shares = tiles
+    if limit is not None:
+        # A layer has many tiles: no more programs than fill the GPU a few times look for rows in vain.
+        shares = min(tiles, max(launch.cdiv(4 * tuning.programs(weight.device), blocks), 16))
+    grid = (blocks * splits, min(shares, 65535), 1)
     return _overflow_fwd_kernel(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
 
 
