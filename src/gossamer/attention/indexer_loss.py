@@ -30,10 +30,10 @@ def indexer_loss(
     causal: bool = False,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """What an indexer learns from attention: the Kullback-Leibler divergence of its distribution over keys.
+    """The loss of an indexer that learns from attention: the Kullback-Leibler divergence of its distribution over keys.
 
-    For each query, attention's probabilities, averaged over heads, are what is wanted, and the softmax of the scores
-    sum_i sigmoid(w_i) sigmoid(q_idx_i . k_idx * scale_idx + bias_i) is what there is; both over the same keys: those
+    For each query, attention's probabilities, averaged over heads, are the target, and the softmax of the scores
+    sum_i sigmoid(w_i) sigmoid(q_idx_i . k_idx * scale_idx + bias_i) is the prediction; both over the same keys: those
     that the query takes, or all that it sees, for a warm-up. Nothing of the size T * T is in memory but the bits of a
     selection, T * T / 8 bytes.
 

@@ -71,7 +71,7 @@ def sparse_attention(
     The last query stands beside the last key: query i beside key i + Tk - Tq, or with `lengths` beside key i +
     max(lengths[b] - Tq, min(Tk - Tq, 0)), so that in a padded batch, of as many queries as keys, query i stands beside
     key i. A query that takes no key, as one in front of all keys, gives zeros, and has no gradient. A value that is NaN
-    or infinite reaches each query of a block of 128 that has one who takes it.
+    or infinite reaches each query of a block of 128 in which one takes it.
 
     Args:
         q: `[B, H, Tq, D]`, float, D at most 256; any strides.
@@ -90,7 +90,7 @@ def sparse_attention(
             a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a scale
             of d ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries and T
             keys.
-        path: how the GPU goes about it, "decode", "tiles" or "lists"; None for what `choose_path` chooses.
+        path: how the GPU goes about it, "decode", "tiles" or "lists"; None for the choice of `choose_path`.
 
     Returns:
         `[B, H, Tq, D]`, the dtype of q, in memory as `[B, Tq, H, D]`; with return_lse also the float32 `[B, H, Tq]`,
@@ -150,7 +150,7 @@ PATHS: dict[Path, str] = {
 
 
 def choose_path(num_queries: int, num_keys: int) -> Path:
-    """The path of a call, by what the host knows; see `PATHS`."""
+    """The path of a call, from sizes that the host knows; see `PATHS`."""
     if num_queries <= FEW_QUERIES:
         return "decode"
     return "tiles" if num_keys <= SHORT else "lists"
@@ -211,7 +211,7 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
 def _check_pages(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, page_table: Tensor, lengths: Tensor | None
 ) -> None:
-    """Pages hold what `check` expects of one piece."""
+    """Pages fit q and the selection as `check` wants of one piece."""
     checks.floating(OPERATOR, q=q, k=k, v=v)
     checks.whole(OPERATOR, page_table=page_table)
     checks.same_device(OPERATOR, "q", q.device, page_table=page_table)

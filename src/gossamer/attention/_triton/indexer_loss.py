@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton.key_lists import QUERIES, key_lists
+from gossamer.attention._triton.key_lists import key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
 from gossamer.attention._triton.sparse_attention_bwd import await_entry, row_statistics
-from gossamer.attention.records import IndexerLoss, StraightThrough
+from gossamer.attention.records import QUERIES, IndexerLoss, StraightThrough
 
 BLOCK_N: tl.constexpr = tl.constexpr(32)
 PARTS: tl.constexpr = tl.constexpr(8)
