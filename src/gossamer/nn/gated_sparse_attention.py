@@ -532,9 +532,10 @@ class GatedSparseAttention(nn.Module):
                 f'{OPERATOR}: adaptive="variance" has to know the usual variance of scores. Call calibrate(x), load a '
                 "state_dict that has adaptive_k.mean, or give an attention.AdaptiveK with a mean."
             )
-        number, options = self.adaptive or self.k_base, {"causal": True, "granularity": self.granularity}
+        inputs, granularity = (q, k, w, self.indexer.idx_bias), self.granularity
         with span("gsa/topk_select"):
-            return attention.select_topk(q, k, w, self.indexer.idx_bias, number, lengths=lengths, **options)
+            number = self.adaptive or self.k_base
+            return attention.select_topk(*inputs, number, causal=True, lengths=lengths, granularity=granularity)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"

@@ -34,7 +34,7 @@ def unit_keys(keys: Tensor, visible: Tensor, granularity: int) -> Tensor:
 
 def by_rule(
     rule: str, bounds: tuple[int, int, int], temperature: float, mean: Tensor | None, predictor: Tensor | None,
-    statistics: tuple[Tensor, Tensor, Tensor, Tensor], seen: Tensor,
+    statistics: tuple[Tensor, ...], seen: Tensor,
 ) -> Tensor:  # fmt: skip
     """The number that a rule gives queries that see so many columns, whose scores have this mean, variance, maximum and
     entropy; neither rounded nor bounded."""
