@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,9 +17,28 @@ from gossamer.blocksparse._torch import gather as _gather_cpu
 from gossamer.blocksparse._torch import scatter_reduce as _scatter_cpu
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import Form, Lists
-from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce
-from gossamer.blocksparse.scatter_path import PATHS, choose_path
+from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseScatterReduce
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+
+Path = Literal["matrices", "transposed", "lines"]
+PATHS: dict[Path, str] = {
+    "matrices": "indices along a leading dimension: a program walks the matrices that follow each other",
+    "transposed": "indices along columns, with entries enough to pay: blocks are transposed, and walked by rows",
+    "lines": "all other calls: a walk of rows or columns with results in global memory",
+}
+LEAST = 3 << 21
+"""Entries from which on "transposed" is taken. Its further launches cost the host more, and with 2^22 entries or fewer
+eager calls lost by it on an H100."""
+MOST = 4
+"""Elements of input and result for each entry, up to which it is taken: these are transposed, too."""
+
+
+def choose_path(call: BlocksparseScatterReduce) -> Path:
+    """One of `PATHS`, by what the host knows."""
+    entries, moved = call.index.numel(), call.form[7] * call.form[3] * call.form[4] * (1 if call.given is None else 2)
+    if call.axis[0] == 0:
+        return "matrices"
+    return "transposed" if call.axis[0] == 1 and entries >= LEAST and moved <= MOST * entries else "lines"
 
 
 @dataclass(frozen=True)
@@ -119,7 +138,7 @@ def layout_of_indices(indices: BlockSparseTensor, dim: int, size: int, *, capaci
     (*lead, m, n), (height, width) = shape, layout.block_size
     along = _axis(dim, shape, indices.shape)
     target = Form(math.prod(lead), -(-m // height), -(-n // width), height, width, m, n, 0)
-    mask = _reach(BlocksparseGatherReach(indices.values, layout.buffer, layout.form, along, target))
+    mask = _gather_cpu.reached(indices.values, layout.lists, target, along)
     return Layout.from_mask(mask.view(*lead, *mask.shape[1:]), layout.block_size, size=(m, n), capacity=capacity)
 
 
@@ -248,14 +267,3 @@ def _scatter(path: str) -> Any:
     from gossamer.blocksparse._triton import scatter_reduce as kernels
 
     return getattr(kernels, f"scatter_{path}")
-
-
-def _fake_reach(call: BlocksparseGatherReach) -> Tensor:
-    return call.index.new_empty(*call.target[:3], dtype=torch.bool)
-
-
-@register(BlocksparseGatherReach, cpu=_gather_cpu.reach, fake=_fake_reach)
-def _reach() -> Any:
-    from gossamer.blocksparse._triton.gather import reach
-
-    return reach

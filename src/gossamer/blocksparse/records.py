@@ -54,15 +54,6 @@ class BlocksparseFillOutside(NamedTuple):
     behind: bool
 
 
-class BlocksparseSpread(NamedTuple):
-    """`[rows, b]` -> `[capacity, b]`: each block's vector, zeros behind the last block."""
-
-    vectors: Tensor
-    layout: Tensor
-    form: tuple[int, ...]
-    dim: int
-
-
 class BlocksparseCollect(NamedTuple):
     """`[capacity, b]` -> `[rows, b]`: the sum of each row's vectors."""
 
@@ -120,16 +111,6 @@ class BlocksparseGather(NamedTuple):
     index_form: tuple[int, ...]
     axis: tuple[int, ...]
     strict: bool
-
-
-class BlocksparseGatherReach(NamedTuple):
-    """Bool `[Z, rows, cols]`: the blocks of matrices of `target` form in which there are elements that indices name."""
-
-    index: Tensor  # type: ignore[assignment]
-    index_layout: Tensor
-    index_form: tuple[int, ...]
-    axis: tuple[int, ...]
-    target: tuple[int, ...]
 
 
 class BlocksparseScatterReduce(NamedTuple):

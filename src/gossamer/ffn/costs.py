@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer._core import tuning
@@ -153,6 +154,21 @@ def sparse_seconds(m: int, cost: Costs, nnz: float, over: float = 0.0) -> float:
     # By rows, a line is read for whichever of its columns is wanted.
     lines = (1 - (1 - union / max(cost.n, 1)) ** cost.line) * down if cost.by_rows else 0.0
     return FEW_STARTS["gather"] + (SEVERAL if m > 1 else 0.0) + cost.read + listed + lines
+
+
+HOT_SHARE = 1 / 64
+"""Of the rows: a neuron that more of them have takes less time as a column of dense products than entry by entry, where
+it is trained in 16 bits (H200)."""
+
+
+def hot_bound(rows: int, size: int, device: torch.device) -> float:
+    """Of so many rows, how many have a neuron at least that is hot, where an element has `size` bytes: with a margin
+    for the error of a small sample. In float32 dense products are slower beside gathered weights."""
+    expected = rows * HOT_SHARE
+    if device.type == "cuda" and size > 2:
+        rates = tuning.rates(device.index or 0)
+        expected *= 2 * rates.half / ((rates.tf32 if tuning.tf32() else rates.ieee) * size)
+    return expected + 2 * expected**0.5
 
 
 CPU_RATES = 60e9, 30e9, 1.7e-9

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from gossamer.blocksparse.attention_path import empty_like, first_key
-from gossamer.blocksparse.elements import unpack, words_of
+from gossamer.blocksparse.elements import cut_among
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
@@ -95,15 +95,14 @@ class Attention:
         """`inside` of a chunk, without the elements that its blocks `[n, L]` leave out."""
         if self.elements is None:
             return inside
-        starts, (height, width) = self.elements[entry].long(), self.block
-        at, place = (starts > 0).nonzero(as_tuple=True)
+        height, width = self.block
+        (at, place), elements = cut_among(self.elements, entry, self.block)
         if not len(at):
             return inside
-        words = self.elements[starts[at, place][:, None] + torch.arange(words_of(self.block))]
         if inside is None:
             inside = torch.ones(len(entry), height, entry.shape[1] * width, dtype=torch.bool)
         blocks = inside.view(len(entry), height, -1, width)
-        blocks[at, :, place] &= unpack(words, self.block)
+        blocks[at, :, place] &= elements
         return inside
 
     def keys(self, x: Tensor) -> Tensor:

@@ -359,7 +359,8 @@ def _is_small(self: Any, x: Tensor, name: str) -> bool:
     key = rows, W_dec.shape, W_dec.dtype, W_dec.device
     found: bool | None = state.small.get(key)
     if found is None:
-        found = state.small[key] = decode_path.dense_is_faster(rows, W_dec.shape[0], W_dec.shape[1], W_dec)
+        found = decode_path.choose_path(rows, W_dec.shape[0], W_dec.shape[1], W_dec) == "dense"
+        state.small[key] = found
     return found
 
 
