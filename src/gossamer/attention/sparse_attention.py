@@ -86,10 +86,10 @@ def sparse_attention(
             `[P, page_size, G, D]`, n * page_size is at least Tk, and key j of a sequence is row j % page_size of page
             page_table[b, j // page_size]. Pages of keys that no query takes are not read. A page outside the pool
             raises on the CPU, and on the GPU, where looking would wait, queries that take its keys give NaN.
-        indexer: q_idx `[B, n, T, d]`, k_idx `[B, T, d]`, w `[B, T, n]` and bias `[n]` of the scores that selected, for
-            a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a scale
-            of d ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries and T
-            keys.
+        indexer: q_idx `[B, Hi, T, Di]`, k_idx `[B, T, Di]`, w `[B, T, Hi]` and bias `[Hi]` of the scores that selected,
+            for a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a
+            scale of Di ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries
+            and T keys.
         path: how the GPU goes about it, "decode", "tiles" or "lists"; None for the choice of `choose_path`.
 
     Returns:

@@ -470,7 +470,7 @@ class GatedSparseAttention(nn.Module):
         self, x: Tensor, position_ids: Tensor | None = None, indexer: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
         """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; the operands of the
-        indexer: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
+        indexer: q `[B, Hi, T, Di]`, k `[B, T, Di]` and w `[B, T, Hi]`, empty without `indexer`)."""
         y, cos, sin, index = self._products(x, position_ids, indexer)
         return *self._turn(y, cos, sin), index
 
@@ -512,7 +512,7 @@ class GatedSparseAttention(nn.Module):
         return y
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The indexer's inputs: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""
+        """The indexer's inputs: q `[B, Hi, T, Di]`, k `[B, T, Di]` and w `[B, T, Hi]`."""
         of = self.indexer
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]

@@ -158,7 +158,7 @@ def _indexer_rows_kernel(
     """Program (M queries, batch): without values the loss of each; the gradients of q, w and bias before those are
     summed.
 
-    rows is float32: [B, n, T] gradients of the weights after their sigmoid, as many of the biases, losses [B, T].
+    rows is float32: [B, Hi, T] gradients of the weights after their sigmoid, as many of the biases, losses [B, T].
     """
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
