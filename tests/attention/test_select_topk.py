@@ -12,6 +12,7 @@ from gossamer._core.ops import INTERPRET
 from gossamer.attention import AdaptiveK, Selection, indexer_scores, select_topk, sparse_attention
 from gossamer.attention._torch import select_topk as cpu
 from gossamer.attention.levels import LEVELS
+from gossamer.attention.records import SelectTopk
 from tests.attention.indexer import dense, inputs, visible
 
 NO_SCORE, KEPT = 0, 31744
@@ -41,7 +42,8 @@ def stored(case: tuple[Any, ...], q: Tensor, k: Tensor, w: Tensor, bias: Tensor 
     from gossamer.attention._triton import select_topk as gpu
 
     lengths = None if lengths is None else torch.tensor(lengths, device=q.device)
-    call = gpu._Call((q, k, w, None if bias is None else bias.float(), lengths), d**-0.5, causal, 1, 0, 0)
+    given = (q, k, w, None if bias is None else bias.float(), lengths, None, None, 1, 1, 1, "", 1.0, d**-0.5, causal)
+    call = gpu._Call(SelectTopk(*given, window=0, sinks=0, workspace=0, granularity=1))
     slab = gpu.Slab(0, b * call.padded, gpu.round_up(tk, gpu.COLUMNS))
     keys = torch.zeros(slab.rows, slab.columns, dtype=torch.int16, device=q.device)
     call.score(slab, keys)

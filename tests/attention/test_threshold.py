@@ -26,11 +26,11 @@ def _check(
     found = [torch.empty(rows, dtype=torch.int32, device=keys.device) for _ in range(2)]
     packed = not (INTERPRET or torch.version.hip)
     sizes = (0, rows, rows, columns, columns, 1)
-    rest = (rows, sizes, (k, window, sinks), packed)
+    given = ((keys, None, wanted), found, rows, sizes, (k, window, sinks), packed, 1)
     if segments:
-        assert few_rows.find_in_segments((keys, None, wanted), found, *rest, 1)
+        assert few_rows.find_in_segments(*given)
     else:
-        kernels.find_thresholds(keys, None, wanted, *found, *rest)
+        kernels.find_thresholds(*given)
     for row in range(rows):
         seen, take = columns - rows + 1 + row, k if wanted is None else int(wanted[row])
         column = torch.arange(seen, device=keys.device)

@@ -1,4 +1,4 @@
-"""Attention in which each query takes selected keys: the indexer's scores, the selection, and what attends to it.
+"""Attention in which each query takes selected keys: the indexer's scores, the selection, and attention to it.
 
 >>> selection = Selection.from_mask(torch.ones(1, 3, 4, dtype=torch.bool).tril())
 >>> selection.to_mask().shape

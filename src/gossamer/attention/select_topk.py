@@ -14,8 +14,8 @@ from gossamer._core.operator import register
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_inputs, scale_of
 from gossamer.attention.levels import RULES
-from gossamer.attention.records import SelectTopk
-from gossamer.attention.selection import QUERIES, Selection
+from gossamer.attention.records import QUERIES, SelectTopk
+from gossamer.attention.selection import Selection
 
 WORKSPACE = 256 << 20
 """Bytes of scores at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does
@@ -116,7 +116,7 @@ def select_topk(
 ) -> Selection:
     """The k keys of highest `indexer_scores` for each query; the scores exist only in slabs of `workspace` bytes.
 
-    Exact: the selection is what a stable descending sort of the stored scores gives, ties to the lowest index, whatever
+    Exact: the selection is that of a stable descending sort of the stored scores, ties to the lowest index, whatever
     the workspace, the batch and the run. So of two keys whose scores differ by less than a step of these, either may be
     taken. Scores are stored as integers that divide the range from 0 to the sum of the
     query's gates, sigmoid(w), into 31,741 equal steps; NaN ranks highest.
@@ -126,12 +126,12 @@ def select_topk(
         k: how many keys a query takes, if it sees as many; or an `AdaptiveK`, which finds k query by query.
         window: the most recent keys that a query always takes, itself among them. They count among the k.
         sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
-        workspace: bytes for scores; None for 256 MiB, or what one block of 64 queries needs, which is the least: 128 *
+        workspace: bytes for scores; None for 256 MiB, or the need of one block of 64 queries, which is the least: 128 *
             Tk bytes, Tk rounded up to 128.
         granularity: 1, or 4 to select units of four neighbouring keys, 4 u to 4 u + 3, by the highest score that the
             query sees in them: k / 4 units, of which it takes the keys that it sees. k, or k_min, k_base and k_max, are
             multiples of 4; an adaptive k follows from the units' scores. A unit with a key of the window or of the
-            sinks is always taken. Finding the highest is a quarter of the work, and what attends reads four rows
+            sinks is always taken. Finding the highest is a quarter of the work, and attention reads four rows
             beside each other.
 
     Returns:

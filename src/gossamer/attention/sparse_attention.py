@@ -71,7 +71,7 @@ def sparse_attention(
     The last query stands beside the last key: query i beside key i + Tk - Tq, or with `lengths` beside key i +
     max(lengths[b] - Tq, min(Tk - Tq, 0)), so that in a padded batch, of as many queries as keys, query i stands beside
     key i. A query that takes no key, as one in front of all keys, gives zeros, and has no gradient. A value that is NaN
-    or infinite reaches each query of a block of 128 that has one who takes it.
+    or infinite reaches each query of a block of 128 in which one takes it.
 
     Args:
         q: `[B, H, Tq, D]`, float, D at most 256; any strides.
@@ -86,11 +86,11 @@ def sparse_attention(
             `[P, page_size, G, D]`, n * page_size is at least Tk, and key j of a sequence is row j % page_size of page
             page_table[b, j // page_size]. Pages of keys that no query takes are not read. A page outside the pool
             raises on the CPU, and on the GPU, where looking would wait, queries that take its keys give NaN.
-        indexer: q_idx `[B, n, T, d]`, k_idx `[B, T, d]`, w `[B, T, n]` and bias `[n]` of the scores that selected, for
-            a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a scale
-            of d ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries and T
-            keys.
-        path: how the GPU goes about it, "decode", "tiles" or "lists"; None for what `choose_path` chooses.
+        indexer: q_idx `[B, Hi, T, Di]`, k_idx `[B, T, Di]`, w `[B, T, Hi]` and bias `[Hi]` of the scores that selected,
+            for a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a
+            scale of Di ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries
+            and T keys.
+        path: how the GPU goes about it, "decode", "tiles" or "lists"; None for the choice of `choose_path`.
 
     Returns:
         `[B, H, Tq, D]`, the dtype of q, in memory as `[B, Tq, H, D]`; with return_lse also the float32 `[B, H, Tq]`,
@@ -150,7 +150,7 @@ PATHS: dict[Path, str] = {
 
 
 def choose_path(num_queries: int, num_keys: int) -> Path:
-    """The path of a call, by what the host knows; see `PATHS`."""
+    """The path of a call, from sizes that the host knows; see `PATHS`."""
     if num_queries <= FEW_QUERIES:
         return "decode"
     return "tiles" if num_keys <= SHORT else "lists"
@@ -211,7 +211,7 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
 def _check_pages(
     q: Tensor, k: Tensor, v: Tensor, selection: Selection, page_table: Tensor, lengths: Tensor | None
 ) -> None:
-    """Pages hold what `check` expects of one piece."""
+    """Pages fit q and the selection as `check` wants of one piece."""
     checks.floating(OPERATOR, q=q, k=k, v=v)
     checks.whole(OPERATOR, page_table=page_table)
     checks.same_device(OPERATOR, "q", q.device, page_table=page_table)

@@ -470,7 +470,7 @@ class GatedSparseAttention(nn.Module):
         self, x: Tensor, position_ids: Tensor | None = None, indexer: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
         """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; the operands of the
-        indexer: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
+        indexer: q `[B, Hi, T, Di]`, k `[B, T, Di]` and w `[B, T, Hi]`, empty without `indexer`)."""
         y, cos, sin, index = self._products(x, position_ids, indexer)
         return *self._turn(y, cos, sin), index
 
@@ -512,7 +512,7 @@ class GatedSparseAttention(nn.Module):
         return y
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The indexer's inputs: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""
+        """The indexer's inputs: q `[B, Hi, T, Di]`, k `[B, T, Di]` and w `[B, T, Hi]`."""
         of = self.indexer
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
@@ -532,10 +532,10 @@ class GatedSparseAttention(nn.Module):
                 f'{OPERATOR}: adaptive="variance" has to know the usual variance of scores. Call calibrate(x), load a '
                 "state_dict that has adaptive_k.mean, or give an attention.AdaptiveK with a mean."
             )
-        number = self.adaptive or self.k_base
-        options: dict[str, Any] = {"causal": True, "granularity": self.granularity}
+        inputs, granularity = (q, k, w, self.indexer.idx_bias), self.granularity
         with span("gsa/topk_select"):
-            return attention.select_topk(q, k, w, self.indexer.idx_bias, number, lengths=lengths, **options)
+            number = self.adaptive or self.k_base
+            return attention.select_topk(*inputs, number, causal=True, lengths=lengths, granularity=granularity)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"

@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.attention.records import IndexerLoss, SparseAttention, SparseAttentionBwd, StraightThrough
+from gossamer.attention.records import QUERIES, IndexerLoss, SparseAttention, SparseAttentionBwd, StraightThrough
 
-QUERIES, PARTS = 64, 2
+PARTS = 2
 Block = tuple[int, slice, slice, slice, Tensor, Tensor]
 
 

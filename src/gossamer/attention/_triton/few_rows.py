@@ -73,7 +73,7 @@ def _kth_key_kernel(
     k, window, sinks, queries, each, SEGMENTS: tl.constexpr, BLOCK: tl.constexpr, UNIT: tl.constexpr,
     FORCED: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the slab): what `_long_threshold_kernel` finds, from the counts of its segments."""
+    """Program (row of the slab): the results of `_long_threshold_kernel`, from the counts of a row's segments."""
     row = tl.program_id(0)
     visible, window, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
     low = tl.full([], 1, tl.int32)

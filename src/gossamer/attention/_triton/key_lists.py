@@ -1,8 +1,8 @@
-"""The keys that a group of neighbouring queries takes, listed, with the bits of who takes them beside each.
+"""The keys that a group of neighbouring queries takes, listed, with the bits of the queries that take it beside each.
 
 A group is PARTS blocks of 64 queries. Its list is one buffer of 1 + 2 * PARTS rows of int32: the keys, ascending, and
 below each the bits of the group's queries, 32 a row, in which keys behind a query (with `causal`) and from a length on
-are cleared. Whoever gathers by the list therefore knows no other rule than the bits, and reads them side by side.
+are cleared. A kernel that gathers by the list therefore needs no other rule than the bits, and reads them side by side.
 
 One program walks the words of a group, BLOCK keys at a time, and carries how many it has listed. A list has as many
 slots as there are visible keys, so that it cannot overflow. Where groups are few, the keys are cut into segments, each
@@ -16,8 +16,8 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.attention._triton._indexer import valid_keys
+from gossamer.attention.records import QUERIES
 
-QUERIES = 64
 SEGMENT_TILE = 1024
 """Keys of a segment that a program looks at together."""
 

@@ -50,7 +50,7 @@ def list_keys(words_ptr, list_ptr, part, parts, end, offset, room, TOGETHER: tl.
         tl.store(slot, key, mask=taken != 0)
         tl.store(slot + room, word, mask=taken != 0)
         found += tl.sum(taken, axis=0)
-    # Other threads read what these have written.
+    # Other threads read the entries that these have written.
     tl.debug_barrier()
     return found
 
