@@ -27,17 +27,17 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Any:
     return train_hot
 
 
-@pytest.mark.parametrize("m, frequent, capacity", [(70, 5, 16), (70, 30, 16), (31, 0, 16)])
+@pytest.mark.parametrize("m, frequent, capacity", [(70, 5, 16), (70, 30, 16), (31, 0, 16), (31, 120, 16)])
 def test_the_most_frequent_are_chosen(
     m: int, frequent: int, capacity: int, device: torch.device, generator: torch.Generator, soon: Any
 ) -> None:
-    """Those over the share, or the most frequent of them where there are more than slots; columns ascending."""
+    """Those over the share, or the most frequent where there are more than slots, also where all are as frequent."""
     from gossamer.rowsparse._triton.twell import launch_pack_twell
 
     n, tile = 120, 16
     soon.SAMPLED, soon.LEAST = 32, 17
     rate = torch.full((n,), 0.02, device=device)
-    rate[torch.randperm(n, device=device, generator=generator)[:frequent]] = 0.9
+    rate[torch.randperm(n, device=device, generator=generator)[:frequent]] = 0.9 if frequent < n else 1.0
     z = (torch.rand(m, n, device=device, generator=generator) < rate).float()
     packed = empty_twell(z, m, n, tile, 8)
     launch_pack_twell(z, None, tile, packed)
@@ -46,15 +46,14 @@ def test_the_most_frequent_are_chosen(
     # A tile has slots for 8 of 16 columns.
     held = torch.cat([part * (part.cumsum(1) <= 8) for part in z[::step].split(tile, 1)], 1).sum(0).int()
     used = int(hot.listed[0])
+    assert used == min(capacity, int(hot.listed[1]))
     listed = hot.listed[2 : 2 + used].tolist()
     least = max(int(hot_bound(len(z[::step]), 4, device)), -(-soon.LEAST // step))
-    assert used == min(capacity, int((held > least).sum())) or used < capacity < frequent
     assert int(hot.listed[1]) == int((held > least).sum())
     assert listed == sorted(listed) and all(held[j] > least for j in listed)
     others = [j for j in range(n) if j not in listed]
     if used and frequent > capacity:
-        # Neurons of equal counts have slots together, or none.
-        assert min(held[listed]) > max(held[others])
+        assert min(held[listed]) >= max(held[others])
     slots = hot.slots.tolist()
     assert [slots[j] for j in listed] == list(range(used)) and all(slots[j] == -1 for j in others)
     assert hot.values.shape == (2, m, capacity) and not hot.values.any()
@@ -104,4 +103,6 @@ def test_penalty_and_counts(
     got, again = (torch.autograd.grad(one, [ours[name] for name in names]) for one in loss)
     for name, result, same, exactly in zip(names, got, again, want, strict=True):
         assert torch.equal(result, same), name
-        torch.testing.assert_close(result.double(), exactly, rtol=2e-5, atol=2e-5, msg=name)
+        torch.testing.assert_close(
+            result.double(), exactly, rtol=2e-5, atol=2e-5 * float(exactly.abs().max()), msg=name
+        )

@@ -65,14 +65,9 @@ def test_sizes() -> None:
     assert training.sizes_for(5, 3, None) == (64, 16, 64, 0)
     assert training.sizes_for(1 << 28, 5632, known(60, rows=1 << 28)).room == 1 << 30
     # Columns for as many hot neurons as there were, in steps.
-    assert [training.columns_for(Density(1, hot, hot, 0, hot), 5632) for hot in (0, 1, 64, 65, 900)] == [
-        0,
-        64,
-        64,
-        128,
-        256,
-    ]
-    assert training.columns_for(None, 5632) == 256 and training.columns_for(None, 300) == 32
+    for hot, columns in ((0, 0), (1, 64), (64, 64), (65, 128), (900, 320)):
+        assert training.columns_for(Density(1, hot, hot, 0, hot), 5632) == columns
+    assert training.columns_for(None, 5632) == 320 and training.columns_for(None, 300) == 32
 
 
 def test_light_entries() -> None:

@@ -50,7 +50,7 @@ MANY = 32
 SLOTS = 64
 """Entries of a row that 256 columns have room for, at least: it takes no time that is not used, and memory for a while.
 """
-HOT, STEP = 256, 64
+HOT, STEP = 320, 64
 """Hot neurons at most, and in what steps there are columns for them: dense products take as long for any number."""
 MOST = 1 << 30
 """Entries in lists at most: 32 bits hold their places."""

@@ -1,10 +1,10 @@
 """A sparse block's products along columns: the gradients of weights, and those of hidden activations with them.
 
 A program owns a neuron and a slice of the width. It takes the rows of x, or of the output's gradient, that have the
-neuron, BLOCK_E at a time, and adds them up times one or two sets of values, in float32
-and in the order of the rows. Slices are the slow axis of the grid: while all neurons work on one, it is that slice of
-x that the L2 has to hold. The products of the rows with the neuron's own weight, which are the gradients of its hidden
-activations, are made of the same loads, a part to a slice.
+neuron, BLOCK_E at a time, and adds them up times one or two sets of values, in float32 and in the order of the rows.
+Slices are the slow axis of the grid: while all neurons work on one, it is that slice of x that the L2 has to hold. The
+products of the rows with the neuron's own weight, which are the gradients of its hidden activations, are made of the
+same loads, a part to a slice.
 """
 
 from typing import NamedTuple
@@ -122,29 +122,24 @@ DOWN = ColumnTile(4)
 GATE_UP = ColumnTile(8, registers=128)
 
 
-class _Weights(NamedTuple):
-    """The arguments of a launch over neurons."""
-
-    lists: ColumnLists
-    first: Tensor
-    second: Tensor | None
-    x: Tensor
-    weight: Tensor | None
-    dots: Tensor | None
-    out: tuple[Tensor, Tensor | None]
-    sums: Tensor | None
-
-    def launch(self, tile: ColumnTile, beside: bool = False) -> None:
-        """beside: whether the kernel launched next, which reads nothing of these, may begin while programs end."""
-        n, room, k = self.lists.offsets.shape[0] - 1, self.first.shape[0], self.x.shape[1]
-        size = self.x.element_size()
-        block = tile.columns(size)
-        args = (self.lists.offsets, self.lists.rows, self.first, self.second, self.x, self.weight, self.dots, *self.out)
-        meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "BESIDE": beside}
-        warps = max(1, tile.slice // tile.width)
-        registers = tile.registers if size == 2 else None
-        grid = (n, launch.cdiv(k, block), 1)
-        _ffn_train_weights_kernel(grid, (*args, self.sums, room, n, k), meta, num_warps=warps, maxnreg=registers)
+def launch_weights(
+    lists: ColumnLists,
+    values: tuple[Tensor, Tensor | None],
+    x: Tensor,
+    products: tuple[Tensor, Tensor] | None,
+    out: tuple[Tensor, Tensor | None],
+    sums: Tensor | None,
+    tile: ColumnTile,
+    beside: bool = False,
+) -> None:
+    """products: a weight `[N, K]`, and its products with rows of x. beside: whether the kernel launched next, which
+    reads nothing of these, may begin while programs end."""
+    (room,), n, k, size = values[0].shape, lists.offsets.shape[0] - 1, x.shape[1], x.element_size()
+    block = tile.columns(size)
+    args = (lists.offsets, lists.rows, *values, x, *(products or (None, None)), *out, sums, room, n, k)
+    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "BESIDE": beside}
+    options = {"num_warps": max(1, tile.slice // tile.width), "maxnreg": tile.registers if size == 2 else None}
+    _ffn_train_weights_kernel((n, launch.cdiv(k, block), 1), args, meta, **options)
 
 
 def down_gradients(
@@ -155,7 +150,7 @@ def down_gradients(
     slices = launch.cdiv(grad.shape[1], tile.columns(grad.element_size()))
     dots = torch.empty(slices, lists.hidden.shape[0], dtype=torch.float32, device=grad.device)
     out = torch.empty_like(down_weight)
-    _Weights(lists, lists.hidden, None, grad, down_weight, dots, (out, None), None).launch(tile)
+    launch_weights(lists, (lists.hidden, None), grad, (down_weight, dots), (out, None), None, tile)
     return out, dots
 
 
@@ -184,10 +179,10 @@ def gate_gradients(
     tile: ColumnTile = GATE_UP,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of W_gate and, where there are two sets of values, of W_up, `[N, K]`; sums, float32 `[2, N]`, takes
-    those of the biases. beside: as `_Weights.launch` takes it."""
+    those of the biases. beside: as `launch_weights` takes it."""
     second = by_column[1] if by_column.shape[0] > 1 else None
     out = torch.empty_like(like), None if second is None else torch.empty_like(like)
-    _Weights(lists, by_column[0], second, x, None, None, out, sums).launch(tile, beside)
+    launch_weights(lists, (by_column[0], second), x, None, out, sums, tile, beside)
     return out
 
 

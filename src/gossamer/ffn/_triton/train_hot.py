@@ -44,7 +44,7 @@ def _ffn_hot_choose_kernel(
     fired_ptr, hot_ptr, slot_ptr, N, rows, least, capacity, BLOCK: tl.constexpr, SEARCHED: tl.constexpr
 ):
     """One program: how many neurons have slots, how many more than `least` of the rows counted have, and a slot for
-    each of the latter, columns ascending, or for those of more rows where there are too many."""
+    each of the latter, columns ascending, or for the most frequent where there are too many."""
     frequent = 0
     for first in range(0, N, BLOCK):
         column = first + tl.arange(0, BLOCK)
@@ -58,19 +58,27 @@ def _ffn_hot_choose_kernel(
         # No more than `capacity` neurons exceed `high`.
         step = tl.cdiv(high - low, WAYS)
         bound = low + tl.arange(0, WAYS) * step
-        over = tl.zeros([WAYS], tl.int32)
+        beyond = tl.zeros([WAYS], tl.int32)
         for first in range(0, N, SEARCHED):
             column = first + tl.arange(0, SEARCHED)
             fired = tl.load(fired_ptr + column, mask=column < N, other=0)
-            over += tl.sum((fired[:, None] > bound[None, :]).to(tl.int32), axis=0)
-        beyond = tl.sum((over > capacity).to(tl.int32), axis=0)
-        high = tl.minimum(high, low + beyond * step)
-        low = tl.where(beyond == 0, high, low + (beyond - 1) * step + 1)
+            beyond += tl.sum((fired[:, None] > bound[None, :]).to(tl.int32), axis=0)
+        full = tl.sum((beyond > capacity).to(tl.int32), axis=0)
+        high = tl.minimum(high, low + full * step)
+        low = tl.where(full == 0, high, low + (full - 1) * step + 1)
+    over = 0
+    for first in range(0, N, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        over += tl.sum((tl.load(fired_ptr + column, mask=column < N, other=0) > high).to(tl.int32), axis=0)
+    # Of those that exactly `high` of the rows have, the first that there are slots for.
+    left = tl.where(high > least, capacity - over, 0)
     used = 0
     for first in range(0, N, BLOCK):
         column = first + tl.arange(0, BLOCK)
         fired = tl.load(fired_ptr + column, mask=column < N, other=0)
-        chosen = fired > high
+        equal = (fired == high).to(tl.int32)
+        chosen = (fired > high) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= left))
+        left -= tl.sum(equal, axis=0)
         place = used + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
         tl.store(hot_ptr + 2 + place, column, mask=chosen)
         tl.store(slot_ptr + column, tl.where(chosen, place, -1), mask=column < N)
