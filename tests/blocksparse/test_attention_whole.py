@@ -1,4 +1,4 @@
-"""Layouts that leave nothing out, or later keys alone, are plain attention on the CPU; all others are not taken for it."""
+"""On the CPU layouts that leave nothing out, or later keys alone, are plain attention, and no other layout is."""
 
 import pytest
 import torch

@@ -274,7 +274,8 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
         dq, dk, dv = backward(grad, *qkv, out, lse, 0.0, causal, scale=scale)
         if dk.shape[1] != k.shape[1]:
             dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
-        return (*(_token_major(x, q.dtype) for x in (dq, dk, dv)), dbias.to(added), drelative.to(q.dtype))
+        dq, dk, dv = (_token_major(x, q.dtype) for x in (dq, dk, dv))
+        return dq, dk, dv, dbias.to(added), drelative.to(q.dtype)
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     grad_blocks = given.blocks(grad, height)
     delta = (grad_blocks * given.blocks(out, height)).sum(-1)
