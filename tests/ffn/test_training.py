@@ -75,6 +75,14 @@ def test_sizes() -> None:
     assert training.columns_for(None, 5632) == 256 and training.columns_for(None, 300) == 32
 
 
+def test_light_entries() -> None:
+    """Those beside the most frequent neurons, of which there are as many as columns, and which many rows have."""
+    fired = torch.tensor([[900] * 5 + [30] * 295, [0] * 250 + [100 + i for i in range(50)], [500] * 300])
+    light = training.light_mean(fired, 1000, 2)
+    assert light.tolist() == pytest.approx([295 * 30 / 1000, sum(100 + i for i in range(18)) / 1000, 150.0])
+    assert training.light_mean(torch.full((2, 12), 7), 1000, 2).tolist() == pytest.approx([0.084] * 2)
+
+
 @pytest.mark.parametrize("method", ["gather", "dense"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_activity(gated: bool, method: str, device: torch.device, generator: torch.Generator) -> None:

@@ -47,6 +47,8 @@ HEAVY = 1.7
 """Times a row of the fused block that a heavy row takes, in Triton's tiles."""
 START = 25e-6
 """Seconds of a sparse path's launches on the device, of more than FEW rows."""
+FILL = 512
+"""Rows that keep all programs of a gather at work: fewer take as long."""
 FEW_STARTS: dict[Path, float] = {"dense": 15e-6, "fused": 9.5e-6, "gather": 9e-6}
 """The same of up to FEW rows, with the wait for what is read first."""
 SEVERAL = 3.5e-6
@@ -147,7 +149,7 @@ def sparse_seconds(m: int, cost: Costs, nnz: float, over: float = 0.0) -> float:
     """Seconds on the device of gathering nnz entries of each row, and of the share `over` of rows that are heavy; it
     grows with both."""
     if m > FEW:
-        return START + m * (cost.gate + nnz * cost.entry + over * cost.heavy)
+        return START + max(m * cost.gate, cost.read) + max(m, FILL) * nnz * cost.entry + m * over * cost.heavy
     union = min(cost.n, m * nnz)
     down = cost.n * cost.column / (cost.products - 1)
     listed = PIECES[m > 1] * union * cost.column

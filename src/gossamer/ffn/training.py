@@ -194,11 +194,10 @@ def sampled_gate(block: Block) -> tuple[Tensor, Tensor]:
 
 def hot_neurons(fired: Tensor, rows: int, size: int) -> Tensor:
     """Which neurons, `[..., N]`, have columns of dense products if they had so many entries in so many rows."""
-    least = hot_bound(rows, size, fired.device)
-    if fired.shape[-1] > HOT:
-        # Of neurons that are as frequent as the first without a column none is counted.
-        return fired > fired.topk(HOT + 1).values[..., -1:].clamp(min=least)
-    return fired > least
+    least, columns = hot_bound(rows, size, fired.device), columns_for(None, fired.shape[-1])
+    # Of neurons that are as frequent as the first without a column none is counted.
+    first = fired.topk(min(columns + 1, fired.shape[-1])).values[..., -1:]
+    return fired > first.clamp(min=least)
 
 
 def light_mean(fired: Tensor, rows: int, size: int) -> Tensor:
