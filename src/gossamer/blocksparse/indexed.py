@@ -248,15 +248,10 @@ def _gather() -> Any:
     return gather
 
 
-def _fake_scatter(call: BlocksparseScatterReduce) -> Tensor:
-    form = Form(*call.form)
-    return call.index.new_empty(form.capacity, form.height, form.width, dtype=call.dtype)
-
-
 @register(
     BlocksparseScatterReduce,
     cpu=_scatter_cpu.scatter_reduce,
-    fake=_fake_scatter,
+    fake=lambda call: call.index.new_empty(Form(*call.form).blocks, dtype=call.dtype),
     choose_path=choose_path,
     paths=PATHS,
     backward=_scatter_backward,

@@ -452,11 +452,7 @@ def grid_of(size: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     return -(-size[0] // block[0]), -(-size[1] // block[1])
 
 
-def _fake(call: BlocksparseLayout) -> Tensor:
-    return call.mask.new_empty(length(call.form), dtype=torch.int32)
-
-
-@register(BlocksparseLayout, cpu=_cpu, fake=_fake)
+@register(BlocksparseLayout, cpu=_cpu, fake=lambda call: call.mask.new_empty(length(call.form), dtype=torch.int32))
 def _layout() -> Any:
     from gossamer.blocksparse._triton.layout import layout
 
