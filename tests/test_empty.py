@@ -124,16 +124,16 @@ def _selected(draw: Draw, b: int, t: int, s: int) -> Results:
         yield attention.indexer_scores(*indexer, causal=False)
         yield attention.select_topk(*indexer, k=9, causal=False).to_mask()
         adaptive = attention.AdaptiveK("entropy", 2, 8, 16)
-        yield attention.select_topk(*indexer, adaptive=adaptive, causal=False).to_mask()
+        yield attention.select_topk(*indexer, k=adaptive, causal=False).to_mask()
     for path in ("tiles", "lists"):
         out, lse = attention.sparse_attention(q, k, v, selection, causal=False, return_lse=True, path=path)
         yield out
         yield torch.where(lse == -torch.inf, 0, lse)
     if t <= 16:
-        yield attention.sparse_decode(*(x.detach() for x in (q, k, v)), selection, causal=False)
+        yield attention.sparse_attention(*(x.detach() for x in (q, k, v)), selection, causal=False)
     if t == s:
-        yield attention.sparse_attention(q, k, v, selection, indexer=indexer)
-        yield attention.indexer_loss(q, k, *indexer, selection=selection)
+        yield attention.sparse_attention(q, k, v, selection, indexer=indexer, causal=True)
+        yield attention.indexer_loss(q, k, *indexer, selection=selection, causal=True)
         y, angles = draw(b, t, 8 * 12), torch.zeros(t, 8, device=q.device)
         yield from (made for made in attention.rotary_gates(y, angles, angles, 3, 2) if not b * t and made is not None)
 

@@ -118,7 +118,7 @@ def select_case(T: int, k_top: int, dtype: torch.dtype, granularity: int = 1, he
         providers=(
             Provider(
                 "gossamer",
-                lambda *inputs: attention.select_topk(*inputs, k=k_top, granularity=granularity),
+                lambda *inputs: attention.select_topk(*inputs, k=k_top, granularity=granularity, causal=True),
                 ours=True,
                 result=_sums,
                 capturable=True,
@@ -170,7 +170,7 @@ def _adaptive(T: int, k_top: int, dtype: torch.dtype) -> Case:
         providers=(
             Provider(
                 "gossamer",
-                lambda *inputs: attention.select_topk(*inputs, adaptive=rule),
+                lambda *inputs: attention.select_topk(*inputs, k=rule, causal=True),
                 ours=True,
                 result=_sums,
                 capturable=True,

@@ -297,6 +297,13 @@ def test_compiles(compiled, device: torch.device) -> None:
         torch.testing.assert_close(a, b)
 
 
+def test_the_dispatcher_gives_lists(device: torch.device) -> None:
+    q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
+    settings = [list(layout.form), [0, 1], True, 0.25]
+    out, _ = torch.ops.gossamer.blocksparse_attention(q, k, v, None, None, None, None, layout.buffer, *settings)
+    assert torch.equal(out, attention(q, k, v, layout, causal=True))
+
+
 @pytest.mark.native
 def test_autocast(device: torch.device) -> None:
     q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)

@@ -25,7 +25,7 @@ def score_statistics(q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor | Non
     for first in range(0, length, rows):
         last = min(first + rows, length)
         given = (q_idx[:, :, first:last], k_idx[:, :last], w[:, first:last], bias)
-        scores = indexer_scores(*given, out_dtype=torch.float32)
+        scores = indexer_scores(*given, out_dtype=torch.float32, causal=True)
         scores = torch.nn.functional.pad(scores, (0, -last % granularity), value=-torch.inf)
         scores = scores.unflatten(2, (-1, granularity)).amax(3)
         seen = torch.arange(first, last, device=q_idx.device)[:, None] // granularity

@@ -27,7 +27,7 @@ def indexer_loss(
     lse: Tensor | None = None,
     scale: float | None = None,
     scale_idx: float | None = None,
-    causal: bool = True,
+    causal: bool = False,
     lengths: Tensor | None = None,
 ) -> Tensor:
     """What an indexer learns from attention: the Kullback-Leibler divergence of its distribution over keys.

@@ -56,7 +56,9 @@ class Problem:
 
 def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
     """The problem of an operator's arguments."""
-    return _problem(call.q.shape, call.k.shape, call.form[3:5], call.own, call.causal, call.scale)
+    # PyTorch's dispatcher makes lists of tuples.
+    block, own = tuple(call.form[3:5]), tuple(call.own)
+    return _problem(tuple(call.q.shape), tuple(call.k.shape), block, own, call.causal, call.scale)
 
 
 @functools.lru_cache(1024)

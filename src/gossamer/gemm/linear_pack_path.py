@@ -34,7 +34,8 @@ def packs(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
 
 def library_is_faster(x: Tensor, weight: Tensor) -> bool:
     """Whether cuBLAS multiplies and another kernel packs, where Hopper's could do both: of few rows most of its tiles
-    is empty, and it does not share K among programs. Rows of other than 8 columns cuBLAS would write one by one."""
+    is empty, and it does not share K among programs. Where N is no multiple of 8, cuBLAS would write rows one number
+    at a time."""
     m, n = x.shape[0], weight.shape[0]
     if INTERPRET or x.element_size() != 2 or not tuning.hopper(x.device) or m <= 64:
         return True

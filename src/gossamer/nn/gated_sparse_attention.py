@@ -328,7 +328,9 @@ class GatedSparseAttention(nn.Module):
                     f"{OPERATOR}: attention_mask [B, 1, T, T] with adaptive or granularity is not implemented. Give "
                     "one of [B, T], or a selection."
                 )
-            scores = attention.indexer_scores(*index, self.indexer.idx_bias)[:, None].masked_fill(~allowed, -torch.inf)
+            scores = attention.indexer_scores(*index, self.indexer.idx_bias, causal=True)[:, None].masked_fill(
+                ~allowed, -torch.inf
+            )
             # Sorted stably: of equal scores the first ones win.
             best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
             allowed = torch.zeros_like(allowed).scatter(3, best, True) & allowed
@@ -387,7 +389,7 @@ class GatedSparseAttention(nn.Module):
             if self.indexer_gradient != "none" and q.shape[2] == k.shape[2] and needs_gradient(*scored_by):
                 through = scored_by
         with span("gsa/sparse_attn"):
-            return attention.sparse_attention(q, k, v, selection, lengths=lengths, indexer=through)
+            return attention.sparse_attention(q, k, v, selection, lengths=lengths, indexer=through, causal=True)
 
     def _with_cache(
         self,
@@ -439,9 +441,9 @@ class GatedSparseAttention(nn.Module):
             return self.attend(q, *cache.keys_and_values(num_keys), index, selection, lengths)
         table = cache.page_table
         with span("gsa/sparse_attn"):
-            out = attention.sparse_decode(q, cache.k, cache.v, selection, page_table=table, lengths=lengths)
-        assert isinstance(out, Tensor)
-        return out
+            return attention.sparse_attention(
+                q, cache.k, cache.v, selection, page_table=table, lengths=lengths, causal=True
+            )
 
     def cache(
         self, batch: int, capacity: int, page_size: int | None = None, *, dtype: torch.dtype | None = None
@@ -530,10 +532,10 @@ class GatedSparseAttention(nn.Module):
                 f'{OPERATOR}: adaptive="variance" has to know the usual variance of scores. Call calibrate(x), load a '
                 "state_dict that has adaptive_k.mean, or give an attention.AdaptiveK with a mean."
             )
-        given: dict[str, Any] = {"k": self.k_base} if self.adaptive_k is None else {"adaptive": self.adaptive}
-        given["granularity"] = self.granularity
+        number = self.adaptive or self.k_base
+        options: dict[str, Any] = {"causal": True, "granularity": self.granularity}
         with span("gsa/topk_select"):
-            return attention.select_topk(q, k, w, self.indexer.idx_bias, lengths=lengths, **given)
+            return attention.select_topk(q, k, w, self.indexer.idx_bias, number, lengths=lengths, **options)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"

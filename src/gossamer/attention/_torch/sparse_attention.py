@@ -89,7 +89,7 @@ def _rows(x: Tensor, block: Block, table: Tensor | None = None) -> Tensor:
     first, last = (int(page.min()), int(page.max())) if len(page) else (0, -1)
     if first < 0 or last >= x.shape[0]:
         raise ValueError(
-            f"attention.sparse_decode: page_table must name pages in [0, P) with P = {x.shape[0]} for keys that a "
+            f"attention.sparse_attention: page_table must name pages in [0, P) with P = {x.shape[0]} for keys that a "
             f"query takes, got {first} to {last}."
         )
     return x[page, keys % x.shape[1], theirs].transpose(0, 1)

@@ -36,6 +36,7 @@ from gossamer.attention import levels
 from gossamer.attention._triton import candidates
 from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
+from gossamer.attention._triton.few_rows import find_in_segments
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
 from gossamer.attention.records import SelectTopk
@@ -345,8 +346,10 @@ class _Call:
         _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, flags: Tensor | None) -> None:
-        given = (keys, self.lengths, wanted, self.threshold, self.last)
-        find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed, self.granularity, flags)
+        given, found = (keys, self.lengths, wanted), (self.threshold, self.last)
+        sizes, rule, packed, unit = self.sizes(slab), self.rule, self.packed, self.granularity
+        if flags is not None or not find_in_segments(given, found, slab.rows, sizes, rule, packed, unit):
+            find_thresholds(*given, *found, slab.rows, sizes, rule, packed, unit, flags)
 
     def take(self, slab: Slab, keys: Tensor | None, flags: Tensor | None = None) -> None:
         _, window, sinks = self.rule

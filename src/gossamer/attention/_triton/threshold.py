@@ -193,6 +193,23 @@ def column_of_tie(
 
 
 @triton.jit
+def last_of_ties(
+    row_ptr, start, visible, key, need, window, sinks, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """The column of the need-th key that equals `key`, from word `start` of a row on."""
+    seen = 0
+    found = 0
+    start -= BLOCK
+    while seen < need:
+        start += BLOCK
+        words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
+        found = tl.sum(how_many(equalling(words, key, PACKED)))
+        seen += found
+    need -= seen - found
+    return 2 * start + column_of_tie(row_ptr, 2 * start, visible, key, need, window, sinks, 2 * BLOCK, FORCED)
+
+
+@triton.jit
 def count_at_four(
     row_ptr, visible, window, sinks, a, b, c, d, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
 ):
@@ -249,16 +266,7 @@ def _long_threshold_kernel(
             near, far = (high - low) // 64 + 1, (high - low) // 8
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
-            seen = 0
-            found = 0
-            start = -BLOCK
-            while seen < need:
-                start += BLOCK
-                words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
-                found = tl.sum(how_many(equalling(words, low, PACKED)))
-                seen += found
-            need -= seen - found
-            last = 2 * start + column_of_tie(row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED)
+            last = last_of_ties(row_ptr, 0, visible, low, need, window, sinks, BLOCK, FORCED, PACKED)
     if marked:
         tl.store(threshold_ptr + first + row, low)
         tl.store(last_ptr + first + row, last)

@@ -40,29 +40,30 @@ def fill_rest(out_ptr, total, capacity, lost, HEIGHT: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def columns_at(lists, at, SHAPE: tl.constexpr):
-    """(column of a line's elements, where its first line stores them, whether there are any, where the words of their
-    block begin) of the listed blocks, laid end to end."""
+    """(column of a line's elements, column in their block, where its first line stores them, whether there are any,
+    where the words of their block begin) of the listed blocks, laid end to end."""
     columns_ptr, elements_ptr, begin, count = lists
     n, entry, exists = listed(columns_ptr, begin, count, at, SHAPE[1])
     start = n * 0
     if elements_ptr is not None:
         start = tl.load(elements_ptr + entry, mask=exists, other=0)
-    return n, entry.to(tl.int64) * (SHAPE[0] * SHAPE[1]) + at % SHAPE[1], exists, start
+    inside = at % SHAPE[1]
+    return n, inside, entry.to(tl.int64) * (SHAPE[0] * SHAPE[1]) + inside, exists, start
 
 
 @triton.jit
 def taking_part(source, elements_ptr, columns, line, i, SHAPE: tl.constexpr, MASK: tl.constexpr):
     """(which elements of lines i take part, where they are stored)."""
     _, mask_ptr, stride_mm, stride_mn, M, N = source
-    n, base, exists, start = columns
+    n, inside, base, exists, start = columns
     WIDTH: tl.constexpr = SHAPE[1]
     place = base[None, :] + i[:, None] * WIDTH
     part = (line < M)[:, None] & (exists & (n < N))[None, :]
     if elements_ptr is not None:
-        word = elements_ptr + (start[None, :] + i[:, None] * ((WIDTH + 31) // 32) + (n % WIDTH // 32)[None, :])
+        word = elements_ptr + (start[None, :] + i[:, None] * ((WIDTH + 31) // 32) + (inside // 32)[None, :])
         # A block whose words begin at 0 is whole.
         bits = tl.load(word, mask=part & (start > 0)[None, :], other=-1)
-        part = part & ((bits >> (n % 32)[None, :] & 1) != 0)
+        part = part & ((bits >> (inside % 32)[None, :] & 1) != 0)
     if MASK == "blocks":
         part = part & (tl.load(mask_ptr + place, mask=part, other=0) != 0)
     if MASK == "dense":
@@ -94,8 +95,8 @@ def softmax_at_once(
     later = scale if MASK == "plain" else 1.0
     M = source[4]
     columns = columns_at(lists, tl.arange(0, STEP), SHAPE)
-    exists = columns[2]
-    place = columns[1][None, :] + i[:, None] * WIDTH
+    exists = columns[3]
+    place = columns[2][None, :] + i[:, None] * WIDTH
     ahead = tl.load(source[0] + place, mask=exists[None, :] & (line < M)[:, None], other=ABSENT)
     for first in range(0, LINES, BLOCK_M):
         x = ahead.to(tl.float32)
@@ -144,7 +145,7 @@ def softmax_in_two(
         part, place = taking_part(source, lists[1], columns, line, i, SHAPE, MASK)
         x = tl.load(source[0] + place, mask=part, other=0.0).to(tl.float32) * scale
         y = tl.where(part, tl.exp(x - most[:, None]) / total[:, None], 0.0)
-        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=columns[2][None, :])
+        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=columns[3][None, :])
 
 
 @launch.kernel(do_not_specialize=["last", "capacity"])
