@@ -32,7 +32,6 @@ MILLION = 1 << 20
         (1, 8 * MILLION, 32 * MILLION, False, "transposed"),
         (1, 8 * MILLION, 32 * MILLION, True, "lines"),  # much more of all else
         (1, 6 * MILLION - (1 << 12), MILLION, False, "lines"),  # few entries
-        (2, 8 * MILLION, 8 * MILLION, True, "lines"),
         (0, 8 * MILLION, 8 * MILLION, True, "matrices"),
     ],
 )
@@ -44,6 +43,28 @@ def test_which_way(axis: int, entries: int, elements: int, given: bool, path: st
         values if given else None, index, index, layout, form, layout, form, Axis(axis), "sum", True, torch.float32
     )
     assert choose_path(call) == path
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "n, reduce, src, out, path",
+    [
+        (16384, "sum", torch.bfloat16, torch.float32, "shared"),
+        (16385, "sum", torch.float32, torch.float32, "lines"),
+        (64, "last", torch.float32, torch.float32, "lines"),
+        (64, "amax", torch.int64, torch.int64, "lines"),
+        (64, "sum", None, torch.int32, "lines"),  # counts
+    ],
+)
+def test_rows_on_hopper(n: int, reduce: str, src, out, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: True)
+    index, layout = torch.empty(1, 64, 64, device="meta"), torch.empty(0, device="meta")
+    form = Form(1, 1, 257, 64, 64, 64, n, 1)
+    given = None if src is None else index.to(src)
+    call = BlocksparseScatterReduce(None, given, index, layout, form, layout, form, Axis(2), reduce, True, out)
+    assert choose_path(call) == path
+    monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: False)
+    assert choose_path(call) == "lines"
 
 
 @contextmanager

@@ -10,22 +10,25 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from gossamer._core import checks
+from gossamer._core import checks, tuning
 from gossamer._core.operator import register
-from gossamer._core.ops import refuse_second
+from gossamer._core.ops import INTERPRET, refuse_second
 from gossamer.blocksparse._torch import gather as _gather_cpu
 from gossamer.blocksparse._torch import scatter_reduce as _scatter_cpu
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import Form, Lists
-from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseScatterReduce
+from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
-Path = Literal["matrices", "transposed", "lines"]
+Path = Literal["matrices", "shared", "transposed", "lines"]
 PATHS: dict[Path, str] = {
     "matrices": "indices along a leading dimension: a program walks the matrices that follow each other",
+    "shared": "floats on Hopper along rows of up to 16,384 columns, and a reduction: results of rows in shared memory",
     "transposed": "indices along columns, with entries enough to pay: blocks are transposed, and walked by rows",
     "lines": "all other calls: a walk of rows or columns with results in global memory",
 }
+LONGEST = 16384
+"""Columns of a row at most whose result stands in shared memory: three rows share a multiprocessor then."""
 LEAST = 3 << 21
 """Entries from which on "transposed" is taken. Its further launches cost the host more, and with 2^22 entries or fewer
 eager calls lost by it on an H100."""
@@ -35,10 +38,16 @@ MOST = 4
 
 def choose_path(call: BlocksparseScatterReduce) -> Path:
     """One of `PATHS`, by what the host knows."""
-    entries, moved = call.index.numel(), call.form[7] * call.form[3] * call.form[4] * (1 if call.given is None else 2)
-    if call.axis[0] == 0:
+    form, axis, src = Form(*call.form), call.axis[0], call.src
+    if axis == 0:
         return "matrices"
-    return "transposed" if call.axis[0] == 1 and entries >= LEAST and moved <= MOST * entries else "lines"
+    if axis == 1:
+        entries, moved = call.index.numel(), math.prod(form.blocks) * (1 if call.given is None else 2)
+        return "transposed" if entries >= LEAST and moved <= MOST * entries else "lines"
+    # There entries of a row are not joined one after the other: none can tell which is the last.
+    floats = src is not None and src.is_floating_point() and call.dtype.is_floating_point and call.reduce != "last"
+    fits = floats and 0 < form.n <= LONGEST and not INTERPRET
+    return "shared" if fits and tuning.hopper(call.index.device) else "lines"
 
 
 @dataclass(frozen=True)
@@ -138,7 +147,7 @@ def layout_of_indices(indices: BlockSparseTensor, dim: int, size: int, *, capaci
     (*lead, m, n), (height, width) = shape, layout.block_size
     along = _axis(dim, shape, indices.shape)
     target = Form(math.prod(lead), -(-m // height), -(-n // width), height, width, m, n, 0)
-    mask = _gather_cpu.reached(indices.values, layout.lists, target, along)
+    mask = _reach(BlocksparseGatherReach(indices.values, layout.buffer, layout.form, along, target))
     return Layout.from_mask(mask.view(*lead, *mask.shape[1:]), layout.block_size, size=(m, n), capacity=capacity)
 
 
@@ -248,15 +257,10 @@ def _gather() -> Any:
     return gather
 
 
-def _fake_scatter(call: BlocksparseScatterReduce) -> Tensor:
-    form = Form(*call.form)
-    return call.index.new_empty(form.capacity, form.height, form.width, dtype=call.dtype)
-
-
 @register(
     BlocksparseScatterReduce,
     cpu=_scatter_cpu.scatter_reduce,
-    fake=_fake_scatter,
+    fake=lambda call: call.index.new_empty(Form(*call.form).blocks, dtype=call.dtype),
     choose_path=choose_path,
     paths=PATHS,
     backward=_scatter_backward,
@@ -267,3 +271,14 @@ def _scatter(path: str) -> Any:
     from gossamer.blocksparse._triton import scatter_reduce as kernels
 
     return getattr(kernels, f"scatter_{path}")
+
+
+@register(
+    BlocksparseGatherReach,
+    cpu=_gather_cpu.reach,
+    fake=lambda call: call.index.new_empty(*call.target[:3], dtype=torch.bool),
+)
+def _reach() -> Any:
+    from gossamer.blocksparse._triton.gather import reach
+
+    return reach

@@ -22,7 +22,7 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer.blocksparse.attention_path import first_key
 from gossamer.blocksparse.elements import Rule, of_rule
-from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of
+from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of, room_for
 
 
 def causal(
@@ -348,16 +348,13 @@ class _Grid:
 
             rule = within
         cut, self.lead = mask & ~whole, tuple(mask.shape[:-2])
-        filled, room = False, mask.numel()
-        if capacity is None:
-            if limit is None and numbers and not isinstance(numbers[0], Tensor):
-                known, room = _counted(make.__name__, self.size, self.block, numbers)
-            else:
-                checks.no_sync("blocksparse pattern", "capacity=None", "Give a capacity.")
-                known, room = torch.stack([mask.sum(), cut.sum()]).tolist()
+        if capacity is None and limit is None and numbers and not isinstance(numbers[0], Tensor):
+            known, room = _counted(make.__name__, self.size, self.block, numbers)
             capacity, filled = max(known, 1), known > 0
+        else:
+            capacity, room, filled = room_for("blocksparse pattern", mask, cut, capacity)
         layout = replace(Layout.from_mask(mask, self.block, size=self.size, capacity=capacity), filled=filled)
-        return of_rule(layout, cut, min(room, capacity), rule) if elements else layout
+        return of_rule(layout, cut, room, rule) if elements else layout
 
 
 @lru_cache(maxsize=64)

@@ -253,36 +253,49 @@ def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | No
     lengths, rest[into] = [rest[into]] * times, rest[into] * times
     # The blocks as they are, in the places of the result's.
     grid = torch.cat(given.positions.view(given.shape).clamp(max=given.capacity - 1).unbind(dim), into)
-    source = _source(given, grid, into - len(rest), given.lists.nnz, given.capacity)
+    cols, place = max(grid.shape[-1], 1), torch.arange(grid.numel(), device=x.device)
+    of_block = torch.full((given.capacity + 1,), -1, dtype=torch.int64, device=x.device)
+    of_block.scatter_(0, torch.where(grid >= 0, grid, given.capacity).flatten().long(), place)
+    at = of_block[:-1]
+    lines, columns = (torch.where(at >= 0, part, -1) for part in (at // cols, at % cols))
+    source = _source(given, grid, into - len(rest), given.lists.nnz, lines, columns)
     return _joined(operator, x, (x.values, source), tuple(rest), into, lengths, layout)
 
 
-def _source(layout: Layout, grid: Tensor, axis: int, nnz: Tensor, capacity: int) -> Source:
-    """So many blocks side by side along an axis, whose numbers are in a grid `[..., rows, cols]`, like those of a
-    layout."""
+def _source(layout: Layout, grid: Tensor, axis: int, nnz: Tensor, lines: Tensor, columns: Tensor) -> Source:
+    """Blocks side by side along an axis, whose numbers are in a grid `[..., rows, cols]`, like those of a layout."""
     size = list(layout.size)
     if axis >= -2:
         size[axis] = grid.shape[axis] * layout.block_size[axis]
-    *lead, rows, cols = grid.shape
+    (*lead, rows, cols), capacity = grid.shape, lines.shape[0]
     form = Form(math.prod(lead), rows, cols, *layout.block_size, size[0], size[1], capacity)
-    place, to = torch.arange(grid.numel(), device=grid.device), torch.where(grid >= 0, grid, capacity).flatten().long()
-    at = torch.full((capacity + 1,), -1, dtype=torch.int64, device=grid.device).scatter_(0, to, place)[:-1]
-    lines, columns = (torch.where(at >= 0, part, -1) for part in (at // max(cols, 1), at % max(cols, 1)))
     return half_of(form, nnz, columns, lines, grid), form
 
 
 def _side_by_side(tensors: Sequence[BlockSparseTensor], dim: int) -> tuple[Tensor, Source]:
     """(values, where they are) of tensors whose grids of blocks stand side by side, their blocks as they were."""
-    layouts, grids, ahead = [x.layout for x in tensors], [], 0
+    layouts = [x.layout for x in tensors]
+    first = layouts[0]
+    grids, lines, columns, ahead, places = [], [], [], 0, 0
+    total = sum(layout.shape[dim] for layout in layouts)
+    inner = math.prod(first.shape[dim + 1 : -1])
     for layout in layouts:
-        grid = layout.positions.view(layout.shape)
+        grid, at = layout.positions.view(layout.shape), layout.row_indices
         grids.append(torch.where(grid >= 0, grid.clamp(max=layout.capacity - 1) + ahead, -1))
-        ahead += layout.capacity
+        if dim == len(first.shape) - 1:
+            lines.append(at)
+            columns.append(torch.where(at >= 0, layout.col_indices + places, -1))
+        else:
+            # A row's number changes with those that stand before it.
+            step = max(layout.shape[dim] * inner, 1)
+            lines.append(torch.where(at >= 0, at // step * (total * inner) + at % step + places * inner, -1))
+            columns.append(layout.col_indices)
+        ahead, places = ahead + layout.capacity, places + layout.shape[dim]
     # One that overflowed spoils all.
     lost = torch.stack([layout.overflowed for layout in layouts]).any()
     nnz = torch.where(lost, ahead + 1, 0).view(1)
-    source = _source(layouts[0], torch.cat(grids, dim), dim - len(layouts[0].shape), nnz, ahead)
-    return torch.cat([x.values for x in tensors]), source
+    joined = torch.cat(grids, dim), dim - len(first.shape), nnz, torch.cat(lines), torch.cat(columns)
+    return torch.cat([x.values for x in tensors]), _source(first, *joined)
 
 
 def _joined(
@@ -471,15 +484,10 @@ def _backward(call: BlocksparseRearrange, kept: Any, grads: Any, needs: Any) -> 
     return {"values": _rearrange(BlocksparseRearrange(grads[0], *ends, *inverses, *maps, call.tile))}
 
 
-def _fake(call: BlocksparseRearrange) -> Tensor:
-    form = Form(*call.out_form)
-    return call.values.new_empty(form.capacity, form.height, form.width)
-
-
 @register(
     BlocksparseRearrange,
     cpu=_cpu,
-    fake=_fake,
+    fake=lambda call: call.values.new_empty(Form(*call.out_form).blocks),
     backward=_backward,
     saved=("layout", "out_layout", "z_map", "i_map", "j_map", "z_inverse", "i_inverse", "j_inverse"),
 )

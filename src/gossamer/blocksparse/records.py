@@ -113,6 +113,16 @@ class BlocksparseGather(NamedTuple):
     strict: bool
 
 
+class BlocksparseGatherReach(NamedTuple):
+    """Bool `[Z, rows, cols]`: the blocks of matrices of `target` form in which there are elements that indices name."""
+
+    index: Tensor  # type: ignore[assignment]
+    index_layout: Tensor
+    index_form: tuple[int, ...]
+    axis: tuple[int, ...]
+    target: tuple[int, ...]
+
+
 class BlocksparseScatterReduce(NamedTuple):
     """Blocks of the layout: `src`, aligned with index, or ones if None, joined with what is given, or zeros if None.
 

@@ -1,13 +1,10 @@
-"""Elements taken through indices, on the CPU, and the places that indices name, in plain PyTorch."""
+"""Elements taken through indices, on the CPU."""
 
 import torch
 from torch import Tensor
 
 from gossamer.blocksparse.lists import Form, Lists, lost
-from gossamer.blocksparse.records import Axis, BlocksparseGather
-
-CHUNK = 1 << 22
-"""Indices that are looked at together where they are only asked for their blocks."""
+from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach
 
 
 def gather(call: BlocksparseGather) -> Tensor:
@@ -32,7 +29,7 @@ def places(index: Tensor, names: Lists, lists: Lists, along: Axis, what: str) ->
     """
     form, positions, bound = lists.form, lists.positions, along.bound(lists.form)
     held = min(int(names.nnz), index.shape[0])
-    target, cell, element = named(index[:held], names, 0, form, along)
+    target, cell, element = named(index[:held], names, form, along)
     # With nothing to point into each index is none.
     low, high = target.aminmax() if held else (-1, -1)
     if low < -1 or high >= bound:
@@ -44,14 +41,14 @@ def places(index: Tensor, names: Lists, lists: Lists, along: Axis, what: str) ->
     return torch.where((target < 0) | (number < 0), -1, number * (form.height * form.width) + element)
 
 
-def named(index: Tensor, names: Lists, first: int, form: Form, along: Axis) -> tuple[Tensor, Tensor, Tensor]:
+def named(index: Tensor, names: Lists, form: Form, along: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """(indices in int64, -1 for those of no element; cell of the grid of matrices of a form, element of the block) of
-    blocks of indices from the first on. What is not in range names anything."""
+    the first blocks of indices. What is not in range names anything."""
     axis, inner, d_index, d = along
     _, rows_index, _, height, width, m_index, n_index, *_ = names.form
-    line, column = (x[first : first + len(index), None, None].long() for x in (names.row_indices, names.col_indices))
+    line, column = (x[: len(index), None, None].long() for x in (names.row_indices, names.col_indices))
     z, r = line // max(rows_index, 1), line % max(rows_index, 1)
-    i, j = torch.arange(height, device=index.device)[:, None], torch.arange(width, device=index.device)
+    i, j = torch.arange(height)[:, None], torch.arange(width)
     inside = (r * height + i < m_index) & (column * width + j < n_index) & (line >= 0)
     at = torch.where(inside, index.long(), -1)
     # Sizes of blocks are powers of two.
@@ -65,13 +62,11 @@ def named(index: Tensor, names: Lists, first: int, form: Form, along: Axis) -> t
     return at, cell, i * width + (at & (width - 1))
 
 
-def reached(index: Tensor, names: Lists, form: Form, along: Axis) -> Tensor:
-    """Bool `[Z, rows, cols]`: the blocks of matrices of a form in which there are elements that indices name."""
+def reach(call: BlocksparseGatherReach) -> Tensor:
+    """Operator `blocksparse_gather_reach`."""
+    form, along = Form(*call.target), Axis(*call.axis)
     cells = form.z * form.rows * form.cols
-    mask = torch.zeros(cells + 1, dtype=torch.bool, device=index.device)
-    step = max(1, CHUNK // (form.height * form.width))
-    for first in range(0, index.shape[0], step):
-        target, cell, _ = named(index[first : first + step], names, first, form, along)
-        found = (target >= 0) & (target < along.bound(form))
-        mask.index_fill_(0, torch.where(found, cell, cells).flatten(), True)
-    return mask[:-1].view(form.z, form.rows, form.cols)
+    target, cell, _ = named(call.index, Lists(call.index_layout, call.index_form), form, along)
+    mask = torch.zeros(cells + 1, dtype=torch.bool)
+    mask[torch.where((target >= 0) & (target < along.bound(form)), cell, cells)] = True
+    return mask[:-1].view(form.z, form.rows, form.cols).clone()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.blocksparse._triton.tensor import lost, plain
-from gossamer.blocksparse.lists import Lists
-from gossamer.blocksparse.records import Axis, BlocksparseGather
+from gossamer.blocksparse.lists import Form, Lists
+from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach
 
 
 @triton.jit
@@ -71,6 +71,29 @@ def _gather_kernel(
     tl.store(out_ptr + at, x, mask=exists[:, None, None])
 
 
+@launch.kernel(do_not_specialize=["index_nnz_ptr", "D", "INNER", "D_INDEX"])
+def _gather_reach_kernel(
+    index_ptr, mask_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
+    D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND,
+    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr,
+):  # fmt: skip
+    """Program (block of indices, TILE of its rows). Marks the cells that indices point into; all write the same."""
+    block = tl.program_id(0)
+    zr = tl.maximum(tl.load(rows_ptr + block), 0)
+    c = tl.maximum(tl.load(cols_ptr + block), 0)
+    i = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
+    j = tl.arange(0, WIDTH)[None, :]
+    held = (zr % R_INDEX * HEIGHT + i < M_INDEX) & (c * WIDTH + j < N_INDEX) & (block < tl.load(index_nnz_ptr))
+    target = tl.load(index_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + i * WIDTH + j, mask=held, other=-1)
+    found = (target >= 0) & (target < BOUND)
+    target = tl.where(found, target, 0).to(tl.int32)
+    cell, _ = located(target, zr, c, i, j, D, INNER, D_INDEX, R_INDEX, R, C, HEIGHT, WIDTH, AXIS)
+    cell = tl.broadcast_to(cell, [TILE, WIDTH])
+    # Few cells are named by many: most find theirs marked, and leave it alone.
+    new = found & (tl.load(mask_ptr + cell, mask=found, other=1) == 0)
+    tl.store(mask_ptr + cell, tl.full([TILE, WIDTH], 1, tl.uint8), mask=new)
+
+
 LINES = 2
 """Rows of a program whose indices point along them."""
 
@@ -83,11 +106,9 @@ def gather(call: BlocksparseGather) -> Tensor:
     out = torch.empty(index.shape, dtype=values.dtype, device=index.device)
     lines = LINES if along.axis == 2 else min(height, 2048 // width)
     group = max(1, 2048 // (lines * width))
-    counts = [max(count, 1) for count in (names.form.rows, lists.form.rows, lists.form.cols)]
     args = (
         plain(values), index, plain(out), lists.nnz, lists.positions, names.nnz, names.row_indices, names.col_indices,
-        along.d, along.inner, along.d_index, *counts, *names.form[5:7], along.bound(lists.form),
-        values.shape[0], capacity,
+        *sizes_of(along, names.form, lists.form), values.shape[0], capacity,
     )  # fmt: skip
     meta = {"HEIGHT": height, "WIDTH": width, "TILE": (group, lines), "AXIS": along.axis, "STRICT": call.strict}
     grid = (launch.cdiv(capacity, group), height // lines, 1)
@@ -95,6 +116,25 @@ def gather(call: BlocksparseGather) -> Tensor:
     return out
 
 
+def sizes_of(along: Axis, names: Form, form: Form) -> tuple[int, ...]:
+    """The sizes of the indices and of the matrices that they point into, as the kernels take them."""
+    counts = max(names.rows, 1), max(form.rows, 1), max(form.cols, 1)
+    return along.d, along.inner, along.d_index, *counts, names.m, names.n, along.bound(form)
+
+
+def reach(call: BlocksparseGatherReach) -> Tensor:
+    """Operator `blocksparse_gather_reach`."""
+    index, names, form = call.index, Lists(call.index_layout, call.index_form), Form(*call.target)
+    capacity, height, width = index.shape
+    tile, along = min(height, 2048 // width), Axis(*call.axis)
+    mask = torch.zeros(form.z, form.rows, form.cols, dtype=torch.uint8, device=index.device)
+    args = (index, mask, names.nnz, names.row_indices, names.col_indices, *sizes_of(along, names.form, form))
+    meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": along.axis}
+    _gather_reach_kernel((capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
+    return mask.view(torch.bool)
+
+
 EXAMPLES = {
     _gather_kernel: {"HEIGHT": 64, "WIDTH": 64, "TILE": (16, 2), "AXIS": 2, "STRICT": True},
+    _gather_reach_kernel: {"HEIGHT": 64, "WIDTH": 64, "TILE": 32, "AXIS": 2},
 }

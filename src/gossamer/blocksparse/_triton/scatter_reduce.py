@@ -11,8 +11,9 @@ timing. In the end the result's present blocks are rounded and written, and were
 lost. With `RESET` a first walk puts the reduction's
 neutral number where there are entries, so that what was there before is left out.
 
-A walk of columns takes longer for each entry the longer they are: many entries along columns are transposed, and so is
-the result. Indices are narrowed on the way, to half of the bytes.
+Rows of floats on Hopper have `_gluon.scatter_reduce`: here each entry's result crosses the second cache again, and few
+rows fit the first one. A walk of columns takes longer for each entry the longer they are: many entries along columns
+are transposed, and so is the result. Indices are narrowed on the way, to half of the bytes.
 
 Along a leading dimension a line is the elements at one place in matrices that follow each other: a program owns a tile
 of one cell of the grid and walks the matrices; nothing repeats within a step. There 16-bit sums and products are kept
@@ -31,6 +32,7 @@ from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.gather import located
 from gossamer.blocksparse._triton.tensor import lost, plain
 from gossamer.blocksparse._triton.transpose import turn_blocks
+from gossamer.blocksparse.indexed import choose_path
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.lists import lost as lost_value
 from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
@@ -360,10 +362,22 @@ def scatter_transposed(call: BlocksparseScatterReduce) -> Tensor:
     given = None if given is None else turn_blocks(given, lists, given.dtype)
     src = None if src is None else turn_blocks(src, names, src.dtype)
     turned: dict[str, Any] = {"form": lists.form.mT, "index_form": names.form.mT, "axis": (2, *call.axis[1:])}
-    put = scatter_lines(call._replace(given=given, src=src, index=index, **turned))
-    del index, given, src  # their memory serves the result
+    rows = call._replace(given=given, src=src, index=index, **turned)
+    put = (scatter_shared if choose_path(rows) == "shared" else scatter_lines)(rows)
+    del rows, index, given, src  # their memory serves the result
     # Behind the last block there are zeros already, or NaN where the indices lost blocks.
     return turn_blocks(put, lists.mT, put.dtype, rest=True)
+
+
+def scatter_shared(call: BlocksparseScatterReduce) -> Tensor:
+    """Rows whose results stand in shared memory, on Hopper."""
+    from gossamer.blocksparse._gluon.scatter_reduce import scatter_rows
+
+    (_, given, src, reset), (lists, names), out = _begun(call), _both(call), _empty(call)
+    assert src is not None
+    rows = lists.row_offsets, lists.col_indices, names.row_offsets, names.col_indices
+    scatter_rows(out, given, src, call.index, rows, (*names.form[5:7], *lists.form[5:7]), call.reduce, reset)
+    return out
 
 
 def scatter_lines(call: BlocksparseScatterReduce) -> Tensor:
