@@ -9,6 +9,8 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.operator import register
+from gossamer._core.ops import needs_gradient
+from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.dense_product import dense_product
@@ -22,12 +24,12 @@ from gossamer.rowsparse.records import DenseTranspose, Matmul, TransposeKeys
 from gossamer.rowsparse.rows import unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
-from gossamer.sae.encode_path import row_stride
+from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
-_checked: Checked[tuple[int | None]] = Checked()
-"""Of each kind of call, the slots per row by a threshold."""
+_checked: Checked[tuple[int | None, Path]] = Checked()
+"""Of each kind of call, the slots per row by a threshold, and the path without gradients."""
 
 
 def encode(
@@ -40,7 +42,7 @@ def encode(
     capacity: int | str | None = None,
     group: Any = None,
 ) -> Rows:
-    """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs.
+    """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs, or both in one.
 
     z below is the pre-activation, in the dtype of W_enc.
 
@@ -53,7 +55,8 @@ def encode(
             `gemm.BatchTopK(k)` the k * M largest of all M rows together. An element that is not above 0 is never kept.
         b_dec: `[d_in]`, subtracted from x in float32, or None.
         capacity: slots per row for ReLU and JumpReLU, as in `rowsparse.pack`. A row with more entries stays exact: the
-            container keeps its dense activation. With `"exact"` no row can overflow, and in training the
+            container keeps its dense activation, or the operands of the product, W_enc, b_enc and threshold, which must
+            then not change before the rows are read. With `"exact"` no row can overflow, and in training the
             pre-activations are freed, where slots keep them and their gradient for rows that overflow. TopK has k slots
             a row and BatchTopK k * M in all, and neither takes a capacity.
         group: None, or a `torch.distributed` process group over whose ranks the latents are spread: see below.
@@ -114,10 +117,11 @@ def run(
     known = _checked.get(key)
     if known is None:
         W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
-        known = (check_capacity(operator, parameters, capacity, W_enc.shape[1]),)
-        check_room(operator, math.prod(x.shape[:-1]), known[0] or k)
+        slots, m = check_capacity(operator, parameters, capacity, W_enc.shape[1]), math.prod(x.shape[:-1])
+        check_room(operator, m, slots or k)
+        known = slots, choose_path(name, m, k, W_enc, slots)
         _checked.keep(key, known)
-    (slots,) = known
+    slots, path = known
     if capacity == "exact":
         checks.no_wait(operator, 'capacity="exact"', "Give the number of slots per row.")
     n, leading = W_enc.shape[1], x.shape[:-1]
@@ -130,6 +134,10 @@ def run(
         scale = scale.detach()
     window = bandwidth if bandwidth is not None and has_window(threshold, ste_to_input) else 0.0
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
+    if path == "tiles" and not window and not needs_gradient(x, W_enc, b_enc, b_dec, threshold):
+        with named(path):
+            rows = _in_tiles(flat, W_enc, b_enc, b_dec, threshold, slots)
+        return rows if x.dim() == 2 else rows.reshape(*leading, n)
     call = SaeEncode(flat, W_enc, b_enc, b_dec, threshold, name, k, window, slots, scale, ste_to_input)
     values, indices, spans, source, l0 = _sae_encode(call)
     may_overflow = name in ("relu", "jumprelu") and slots is not None and slots < n
@@ -139,6 +147,18 @@ def run(
 def has_window(threshold: Tensor | None, ste_to_input: bool) -> bool:
     """Whether an estimate is made in the window around thresholds: for them, or for z."""
     return torch.is_grad_enabled() and (ste_to_input or (threshold is not None and threshold.requires_grad))
+
+
+def _in_tiles(
+    x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, threshold: Tensor | None, capacity: int | None
+) -> Rows:
+    """Of x [M, d_in]: without gradients nobody needs the pre-activations, and they are never written."""
+    # x is copied: the caller may change it before the rows that overflowed are read.
+    inner = x.to(W_enc.dtype, copy=True) if b_dec is None else (x - b_dec).to(W_enc.dtype)
+    fixed = "relu" if threshold is None else JumpReLU(threshold)
+    rows = linear_pack(inner, W_enc.t(), b_enc, fixed, capacity=capacity, slots=TILE_SLOTS)
+    # Every entry is above 0.
+    return unchecked(*rows.packed[:3], rows.shape, rows.packed.source, rows.counts.to(threshold_dtype(rows.dtype)))
 
 
 def check_operands(
@@ -196,7 +216,7 @@ def _fake(call: SaeEncode) -> tuple[Tensor, ...]:
         room, keeps = torch.library.get_ctx().new_dynamic_size(), False
     else:
         room, keeps = m * capacity, capacity < n
-    source = weight.new_empty(m, row_stride(n, weight))[:, :n] if keeps else weight.new_empty(0, n)
+    source = weight.new_empty(m, row_stride(m, n, weight))[:, :n] if keeps else weight.new_empty(0, n)
     return *empty_slots(weight, m, room), source, weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
 
 

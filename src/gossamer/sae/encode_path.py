@@ -10,32 +10,56 @@ from gossamer._core import operator, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 
-Path = Literal["torch", "list", "bound", "topk", "batch"]
+Path = Literal["torch", "tiles", "list", "bound", "topk", "batch"]
 operator.PATHS["sae.encode"] = {
-    "list": "ReLU or JumpReLU: a product, and one pass that lists entries",
+    "tiles": "ReLU or JumpReLU without gradients on Hopper, 16 bits, from 512 rows and 2^25 pre-activations on, and a "
+    "capacity of at most a sixteenth of the columns: `gemm.linear_pack`",
+    "list": "all other calls with ReLU or JumpReLU: a product, and one pass that lists entries",
     "bound": "TopK of many rows on Hopper: the product packs entries above a bound of each row, and the k largest are "
     "selected from them",
     "topk": "all other calls with TopK: a product, and a selection in each row",
     "batch": "BatchTopK: a product, and a selection among all rows",
 }
 
+TILE_SLOTS = 16
+"""Entries that a row may have in a tile of 256 columns where the product packs its own result ("tiles")."""
+FILLED = 1 << 15
+"""Pre-activations from which on their rows are filled up to whole 16 numbers, which takes a few launches."""
 
-def choose_path(activation: str, m: int, k: int, weight: Tensor) -> Path:
+
+def choose_path(activation: str, m: int, k: int, weight: Tensor, capacity: int | None = None) -> Path:
     """How x `[m, d_in]` is encoded with a weight `[d_in, d_sae]`; the table in docs/sae.md has the same rules.
-    `activation` is "relu", "jumprelu", "topk" or "batchtopk", and k belongs to the last two."""
+
+    Args:
+        activation: "relu", "jumprelu", "topk" or "batchtopk".
+        k: of the last two.
+        capacity: slots per row by a threshold, of a call without gradients; None for other calls.
+    """
+    by_threshold = activation in ("relu", "jumprelu")
+    # With more slots than that a tile's own would be the ones that overflow.
+    fits = by_threshold and capacity is not None and TILE_SLOTS * capacity <= weight.shape[1]
+    if fits and packs_in_product(m, weight):
+        return "tiles"
     if not (weight.is_cuda or INTERPRET):
         return "torch"
-    if activation in ("relu", "jumprelu"):
+    if by_threshold:
         return "list"
     if activation == "batchtopk":
         return "batch"
     return "bound" if has_bound(m, k, weight) else "topk"
 
 
-def row_stride(n: int, weight: Tensor) -> int:
-    """Numbers from one row of pre-activations of n columns to the next: on a GPU a multiple of 16, because kernels
-    would load the numbers of other rows one by one."""
-    return -(-n // 16) * 16 if weight.is_cuda or INTERPRET else n
+def packs_in_product(m: int, weight: Tensor) -> bool:
+    """Whether the product packs its own result, tile by tile: 16 bits on Hopper, and pre-activations, m by the columns
+    of weight, that take longer to write than the launches that follow."""
+    # The device comes first: on others a dynamic m is none of a compiled graph's business.
+    return tuning.hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
+
+
+def row_stride(m: int, n: int, weight: Tensor) -> int:
+    """Numbers from one row of pre-activations `[m, n]` to the next: on a GPU a multiple of 16 if they are many, because
+    kernels would load the numbers of other rows one by one."""
+    return -(-n // 16) * 16 if (weight.is_cuda or INTERPRET) and m * n >= FILLED else n
 
 
 TOPK_TILE, TOPK_SLOTS = 256, 32
@@ -61,11 +85,9 @@ def topk_list(k: int, run: int, factor: float = 3) -> int:
 
 
 def has_bound(m: int, k: int, weight: Tensor) -> bool:
-    """Whether TopK's product packs numbers above a bound from a sample: 16 bits on Hopper, pre-activations that take
-    longer to write than the launches that follow, and on average few entries of a tile beside its slots."""
-    if not (
-        tuning.hopper(weight.device) and weight.element_size() == 2 and m >= 512 and m * weight.shape[1] >= 1 << 25
-    ):
+    """Whether TopK's product packs numbers above a bound from a sample: where that pays for a product, and a tile has
+    few entries, on average, beside its slots."""
+    if not packs_in_product(m, weight):
         return False
     run, tiles = topk_run(weight.shape[0]), weight.shape[1] // TOPK_TILE
     entries = topk_rank(k, run) * TOPK_TILE // run

@@ -101,7 +101,7 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
 def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
     """(x @ weight and columns of -inf up to `row_stride`, the bias that is still to be added)."""
     n = weight.shape[1]
-    z = x.new_empty(x.shape[0], row_stride(n, weight))
+    z = x.new_empty(x.shape[0], row_stride(x.shape[0], n, weight))
     # cuBLAS leaves the further columns alone.
     product = z[:, :n]
     if z.shape[1] != n:
