@@ -175,7 +175,7 @@ def test_a_loss_is_shown_in_a_line(device: torch.device, generator: torch.Genera
     model = nn.TopKSAE(16, 32, 4, device=device)
     loss = model.loss(torch.randn(3, 16, device=device, generator=generator))
     numbers = ", ".join(f"{name}={getattr(loss, name).item():.6g}" for name in ("loss", "mse", "l0_penalty", "l0"))
-    assert repr(loss) == f"SAELoss({numbers}, reconstruction=float32 [3, 16], dead_loss=0)"
+    assert repr(loss) == f"SAELoss({numbers}, reconstruction=float32 [3, 16], dead_loss=0, further_mse=0)"
     shapes = nn.SAELoss(*(part.to("meta") for part in loss))
     assert str(shapes).startswith("SAELoss(loss=float32 [], mse=float32 [], ")
 
