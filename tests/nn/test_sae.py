@@ -295,6 +295,28 @@ def test_a_cast_leaves_the_threshold_wide(dtype: torch.dtype, device: torch.devi
     assert model.threshold.dtype is torch.float32
 
 
+@pytest.mark.parametrize("options", [{"bandwidth": 0.5}, {"target_l0": 8}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_leaves_learnt_thresholds_wide(
+    options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """In 16 bits a logarithm near 1 would not move by the thousandth that an optimizer adds."""
+    model = nn.JumpReLUSAE(D_IN, D_SAE, initial_threshold=0.4, **options, device=device)
+    x = sample(50, generator)
+    model.loss(x).loss.backward()
+    model.to(dtype)
+    assert model.W_enc.dtype is dtype and model.log_threshold.dtype is torch.float32
+    assert model.log_threshold.grad is not None and model.log_threshold.grad.dtype is torch.float32
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    before = model.log_threshold.detach().clone()
+    optimizer.zero_grad()
+    model.loss(x.to(dtype)).loss.backward()
+    moves = model.log_threshold.grad != 0
+    optimizer.step()
+    assert moves.any() and bool((model.log_threshold != before)[moves].all())
+    assert model.double().log_threshold.dtype is torch.float64
+
+
 def test_batchtopk_without_anything_to_follow(device: torch.device) -> None:
     model = nn.BatchTopKSAE(D_IN, D_SAE, 4, capacity=2, device=device)
     model(torch.zeros(3, D_IN, device=device))

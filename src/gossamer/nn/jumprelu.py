@@ -82,7 +82,7 @@ class JumpReLUSAE(SparseAutoencoder):
     >>> JumpReLUSAE(4, 16, target_l0=2).loss(torch.randn(32, 4)).loss.backward()
     """
 
-    _wide_buffers = ("input_scale", "steering")
+    _wide_tensors = ("log_threshold", "input_scale", "steering")
     scaled_b_enc: Tensor
     scaled_b_dec: Tensor
     input_scale: Tensor

@@ -36,8 +36,9 @@ class Nested(Reviving):
             checks.positive(operator, "widths", width, "Each is a number of latents.")
         if any(narrow >= wide for narrow, wide in pairwise(widths)) or tuple(widths[-1:]) != (d_sae,):
             raise ValueError(f"{operator}: widths must ascend and end with d_sae = {d_sae}, got {tuple(widths)}.")
-        weights = [1.0] * (len(widths) - 1) if inner_weights is None else inner_weights
-        if len(weights) != len(widths) - 1:
+        inner = len(widths) - 1
+        weights = [0.5 / max(inner, 1)] * inner if inner_weights is None else inner_weights
+        if len(weights) != inner:
             raise ValueError(
                 f"{operator}: inner_weights must have a number for each of {len(widths)} widths but the last, got "
                 f"{len(weights)}."
@@ -83,8 +84,9 @@ class MatryoshkaSAE(Nested, TopKSAE):
         d_in, d_sae, k: as in `TopKSAE`.
         widths: how many of the first latents each width has, ascending; the last is d_sae. None takes a quarter of
             d_sae, and d_sae.
-        inner_weights: of the squared error of each width but the last, whose weight is 1. None is 1 for all, as
-            published. Smaller weights leave more of the whole's latents to single features.
+        inner_weights: of the squared error of each width but the last, whose weight is 1. None shares 0.5 among
+            them; as published, all are 1. Larger weights bring more of the frequent features to the front, and leave
+            fewer latents of the whole to single features.
         options: the other keyword arguments of `TopKSAE`.
 
     Raises:

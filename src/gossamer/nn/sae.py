@@ -63,7 +63,7 @@ class SparseAutoencoder(torch.nn.Module):
     steps_since_fired: Tensor
     dead_after: int
     capacity: int | None = None
-    _wide_buffers: tuple[str, ...] = ()
+    _wide_tensors: tuple[str, ...] = ()
     _placement: Here = HERE
 
     def __init__(
@@ -93,12 +93,16 @@ class SparseAutoencoder(torch.nn.Module):
         self._density = DensityTracker()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseAutoencoder":
-        """A cast to 16 bits leaves these buffers as they are: they move by steps that 16 bits would round to 0."""
-        before = {name: getattr(self, name) for name in self._wide_buffers if name in self._buffers}
+        """A cast to 16 bits leaves these tensors as they are: they move by steps that 16 bits would round to 0."""
+        held = [(name, getattr(self, name)) for name in self._wide_tensors if hasattr(self, name)]
+        before = [(name, tensor.detach()) for name, tensor in held]
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            if getattr(self, name).itemsize < 4:
-                setattr(self, name, buffer.to(getattr(self, name).device))
+        for name, tensor in before:
+            now = getattr(self, name)
+            if now.itemsize < 4:
+                grad, now.grad = now.grad, None
+                now.data = tensor.to(now.device)
+                now.grad = None if grad is None else grad.to(now)
         return self
 
     @property
@@ -350,7 +354,7 @@ class Reviving(SparseAutoencoder):
         checks.number(operator, "aux_coefficient", aux_coefficient, "0 leaves dead latents dead.", zero=True)
         checks.positive(operator, "dead_after", dead_after, "It is a number of calls of encode.")
         if aux_k is not None:
-            checks.positive(operator, "aux_k", aux_k, "It is the number of dead latents per row.")
+            checks.positive(operator, "aux_k", aux_k, "aux_coefficient=0 leaves the auxiliary loss out.")
         self.k, self.aux_coefficient, self.dead_after = k, aux_coefficient, dead_after
         self.aux_k = min(aux_k or max(len(self.b_dec) // 2, 1), self.d_sae)
 
@@ -491,7 +495,7 @@ class BatchTopKSAE(Reviving):
     """
 
     threshold: Tensor
-    _wide_buffers = ("threshold",)
+    _wide_tensors = ("threshold",)
 
     def __init__(
         self,
