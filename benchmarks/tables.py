@@ -69,7 +69,7 @@ BREAK_EVENS = (
     ("`ffn.plain`, gathering", "ffn-plain", "plain", "gossamer, gather"),
     ("`attention.sparse_attention`", "attention", "sparse_attention", "gossamer"),
     ("the same, forward and backward", "attention", "sparse_attention_training", "gossamer"),
-    ("`attention.sparse_decode`", "attention", "sparse_decode", "gossamer"),
+    ("`attention.sparse_attention`, one query", "attention", "sparse_decode", "gossamer"),
     ("`blocksparse.attention` (H100)", "blocksparse", "attention", "gossamer"),
     ("the same, forward and backward (H100)", "blocksparse", "attention_training", "gossamer"),
     ("`blocksparse.matmul`, all block-sparse (H100)", "blocksparse", "matmul", "gossamer"),

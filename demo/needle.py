@@ -80,7 +80,7 @@ def indexer_loss(layer: GatedSparseAttention, x: Tensor) -> Tensor:
     """Over all keys while the layer is dense, then over those that it selects."""
     q, k, _, _, index = layer.project(x)
     selection = None if layer.selects_all(x.shape[1]) else layer.select(*index)
-    return attention.indexer_loss(q, k, *index, layer.indexer.idx_bias, selection=selection)
+    return attention.indexer_loss(q, k, *index, layer.indexer.idx_bias, selection=selection, causal=True)
 
 
 def train_needle(model: NeedleModel, task: Task, clock: Clock, generator: torch.Generator, show: Show) -> None:
@@ -166,7 +166,7 @@ def attention_times(device: torch.device, seed: int, length: int, seconds: float
     selection = random_selection(length, keys, device=device, generator=generator)
     calls = (
         lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        lambda: attention.sparse_attention(q, k, v, selection),
+        lambda: attention.sparse_attention(q, k, v, selection, causal=True),
     )
     masked = F.scaled_dot_product_attention(q, k, v, attn_mask=selection.to_mask())
     difference = (calls[1]().float() - masked.float()).abs().max().item()

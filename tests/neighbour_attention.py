@@ -83,8 +83,8 @@ def attended(case: Case) -> Scenario:
                 pools.append(pool)
             wanted = F.pad(used.any(1)[..., 0], (0, pages * page - tk)).view(b, pages, page).any(-1)
             table = torch.where(wanted, places, garbage).to(torch.int32)
-            return list(attention.sparse_decode(q, *pools, selection, page_table=table, **options))
-        return list(attention.sparse_decode(q, k, v, selection, **options))
+            return list(attention.sparse_attention(q, *pools, selection, page_table=table, **options))
+        return list(attention.sparse_attention(q, k, v, selection, **options))
 
     def reference(q: Tensor, k: Tensor, v: Tensor, words: Tensor, lengths: Any) -> Results:
         return list(attend(q, k, v, taken, scale))
@@ -108,7 +108,7 @@ def indexed(case: Case) -> Scenario:
         {"k": case.pick(1, 5, 70)},
         {"k": 9, "window": 2, "sinks": 1},
         {"k": 8, "granularity": 4},
-        {"adaptive": attention.AdaptiveK("entropy", 2, 8, 16)},
+        {"k": attention.AdaptiveK("entropy", 2, 8, 16)},
     )
     select = case.pick(True, False)
 
@@ -163,7 +163,7 @@ def indexer_trained(case: Case) -> Scenario:
     selection = None if mask is None else attention.Selection.from_mask(mask)
 
     def call(q: Tensor, k: Tensor, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor, lengths: Any) -> Results:
-        given: dict[str, Any] = {"selection": selection, "lengths": lengths}
+        given: dict[str, Any] = {"selection": selection, "lengths": lengths, "causal": True}
         return [attention.indexer_loss(q.detach(), k.detach(), q_idx, k_idx, w, bias, **given)]
 
     return Scenario(call)

@@ -19,7 +19,6 @@ from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.sae.smallest import smallest
-from gossamer.sae.squared_error import squared_error
 from tests.blocksparse.blocks import repeat_interleave
 from tests.recorded import Recorder, registered
 
@@ -67,11 +66,6 @@ def _encode(draw: Draw, m: int, n: int, d: int) -> Results:
             yield sae.count_fired(rows)
             assert smallest(rows, torch.ones_like(threshold)).item() == torch.inf
         yield from encode_dense(x, W, b, activation)
-
-
-def _squared_error(draw: Draw, m: int, n: int, d: int) -> Results:
-    y = draw(m, d)
-    yield squared_error(y.detach().clone(), y)
 
 
 def _gemm(draw: Draw, m: int, n: int, d: int) -> Results:
@@ -130,16 +124,16 @@ def _selected(draw: Draw, b: int, t: int, s: int) -> Results:
         yield attention.indexer_scores(*indexer, causal=False)
         yield attention.select_topk(*indexer, k=9, causal=False).to_mask()
         adaptive = attention.AdaptiveK("entropy", 2, 8, 16)
-        yield attention.select_topk(*indexer, adaptive=adaptive, causal=False).to_mask()
+        yield attention.select_topk(*indexer, k=adaptive, causal=False).to_mask()
     for path in ("tiles", "lists"):
         out, lse = attention.sparse_attention(q, k, v, selection, causal=False, return_lse=True, path=path)
         yield out
         yield torch.where(lse == -torch.inf, 0, lse)
     if t <= 16:
-        yield attention.sparse_decode(*(x.detach() for x in (q, k, v)), selection, causal=False)
+        yield attention.sparse_attention(*(x.detach() for x in (q, k, v)), selection, causal=False)
     if t == s:
-        yield attention.sparse_attention(q, k, v, selection, indexer=indexer)
-        yield attention.indexer_loss(q, k, *indexer, selection=selection)
+        yield attention.sparse_attention(q, k, v, selection, indexer=indexer, causal=True)
+        yield attention.indexer_loss(q, k, *indexer, selection=selection, causal=True)
         y, angles = draw(b, t, 8 * 12), torch.zeros(t, 8, device=q.device)
         yield from (made for made in attention.rotary_gates(y, angles, angles, 3, 2) if not b * t and made is not None)
 
@@ -190,7 +184,7 @@ def _block_attention(draw: Draw, b: int, rows: int, cols: int) -> Results:
     yield torch.where(lse == -torch.inf, 0, lse)
 
 
-MATRICES = [_rowsparse, _decode, _encode, _squared_error, _gemm, _overflowing, _ffn]
+MATRICES = [_rowsparse, _decode, _encode, _gemm, _overflowing, _ffn]
 SEQUENCES = [(0, 70, 70), (2, 0, 0), (2, 0, 90), (2, 70, 0), (2, 70, 90), (2, 70, 70), (2, 4, 90)]
 GRIDS = [(0, 2, 3), (2, 0, 3), (2, 2, 0), (2, 0, 0), (2, 2, 3)]
 CASES = [

@@ -119,11 +119,11 @@ def _of_indexer(T: int, width: int, heads: int, dtype: torch.dtype, B: int) -> C
 
 
 def _loss(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, index: Any, selection: Selection, lse: Tensor) -> Tensor:
-    return indexer_loss(q, k, *index, selection=selection, lse=lse)
+    return indexer_loss(q, k, *index, selection=selection, lse=lse, causal=True)
 
 
 def _through(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, index: Any, selection: Selection, lse: Tensor) -> Tensor:
-    return (sparse_attention(q, k, v, selection, indexer=index) * grad).sum()
+    return (sparse_attention(q, k, v, selection, indexer=index, causal=True) * grad).sum()
 
 
 def _scores(index: Any) -> Tensor:
@@ -174,7 +174,7 @@ def _training(
         return torch.autograd.grad(number(q, *before, leaves, taken, lse), leaves)
 
     def prepare(q: Tensor, keys: Tensor, v: Tensor, grad: Tensor, index: Any, selection: Selection) -> tuple[Any, ...]:
-        lse = sparse_attention(q, keys, v, selection, return_lse=True)[1]
+        lse = sparse_attention(q, keys, v, selection, return_lse=True, causal=True)[1]
         return q, keys, v, grad, index, selection, lse
 
     def prepare_plain(*inputs: Any) -> tuple[Any, ...]:

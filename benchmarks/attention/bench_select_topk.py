@@ -98,7 +98,7 @@ def _plain(k_top: int, granularity: int, q: Tensor, k: Tensor, w: Tensor, bias: 
     T = q.shape[2]
     rows = torch.arange(T, device=q.device).split(max(1, _SLAB // T))
     mask = torch.cat([_best(_rows(q, k, w, bias, part), k_top, granularity) for part in rows])
-    return attention.Selection.from_mask(mask[None], 4 * k_top)
+    return attention.Selection.from_mask(mask[None])
 
 
 def select_case(T: int, k_top: int, dtype: torch.dtype, granularity: int = 1, heads: int = HEADS, d: int = D) -> Case:
@@ -118,7 +118,7 @@ def select_case(T: int, k_top: int, dtype: torch.dtype, granularity: int = 1, he
         providers=(
             Provider(
                 "gossamer",
-                lambda *inputs: attention.select_topk(*inputs, k=k_top, granularity=granularity),
+                lambda *inputs: attention.select_topk(*inputs, k=k_top, granularity=granularity, causal=True),
                 ours=True,
                 result=_sums,
                 capturable=True,
@@ -155,7 +155,7 @@ def _adaptive(T: int, k_top: int, dtype: torch.dtype) -> Case:
     def plain(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> attention.Selection:
         rows = torch.arange(T, device=q.device).split(max(1, _SLAB // T))
         mask = torch.cat([best(_rows(q, k, w, bias, part)) for part in rows])
-        return attention.Selection.from_mask(mask[None], 4 * rule.k_max)
+        return attention.Selection.from_mask(mask[None])
 
     def reference(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
         scores = [_rows(q.double(), k.double(), w.double(), bias.double(), part) for part in _sample(q).split(64)]
@@ -170,7 +170,7 @@ def _adaptive(T: int, k_top: int, dtype: torch.dtype) -> Case:
         providers=(
             Provider(
                 "gossamer",
-                lambda *inputs: attention.select_topk(*inputs, adaptive=rule),
+                lambda *inputs: attention.select_topk(*inputs, k=rule, causal=True),
                 ours=True,
                 result=_sums,
                 capturable=True,

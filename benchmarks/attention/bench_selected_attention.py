@@ -55,9 +55,9 @@ def _case(T: int, H: int, D: int, k: int, layers: int, dtype: torch.dtype, B: in
         return [(*drawn, *(x.to(dtype) for x in (q, keys, w)), bias)]
 
     def ours(granularity: int, q: Tensor, keys: Tensor, v: Tensor, *index: Tensor) -> Any:
-        selection = attention.select_topk(*index, k=k, granularity=granularity)
+        selection = attention.select_topk(*index, k=k, granularity=granularity, causal=True)
         for _ in range(layers):
-            out = attention.sparse_attention(q, keys, v, selection)
+            out = attention.sparse_attention(q, keys, v, selection, causal=True)
         return out
 
     def everything(q: Tensor, keys: Tensor, v: Tensor, *index: Tensor) -> Any:
@@ -71,7 +71,7 @@ def _case(T: int, H: int, D: int, k: int, layers: int, dtype: torch.dtype, B: in
             q_idx, k_idx, w, bias = index
             last = q_idx[:1, :, -ROWS:], k_idx[:1], w[:1, -ROWS:], bias
             # What the last queries select depends on none before them.
-            seen = attention.select_topk(*last, k=k, granularity=granularity).to_mask()[0, 0]
+            seen = attention.select_topk(*last, k=k, granularity=granularity, causal=True).to_mask()[0, 0]
         scores = q[0, 0, -ROWS:].double() @ keys[0, 0].double().t() * D**-0.5
         return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[0, 0].double())[None]
 

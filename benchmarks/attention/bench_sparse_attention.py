@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.engine import Case, Provider, error_beside_mean
 from benchmarks.inputs import random_selection
-from gossamer.attention import Selection, sparse_attention, sparse_decode
+from gossamer.attention import Selection, sparse_attention
 
 
 def cases(
@@ -113,7 +113,7 @@ def attention_case(
         providers=(
             Provider("gossamer", run(sparse_attention), ours=True, result=result, capturable=True),
             *(
-                Provider(f"gossamer, {path}", run(partial(sparse_attention, path=path)), result=result,
+                Provider(f"gossamer, {path}", run(partial(sparse_attention, path=path, causal=True)), result=result,
                          devices=("cuda",), capturable=True)
                 for path in ways
             ),
@@ -254,7 +254,7 @@ def decode_case(T: int, H: int, G: int, D: int, k: int, dtype: torch.dtype, B: i
         dtype=dtype,
         make=make,
         providers=(
-            Provider("gossamer", sparse_decode, ours=True, capturable=True),
+            Provider("gossamer", sparse_attention, ours=True, capturable=True),
             Provider("dense SDPA", dense, result=dense_result, capturable=True),
         ),
         reference=reference,

@@ -35,7 +35,7 @@ def ways(given: tuple[Tensor, ...], k: int) -> tune.Calls:
     """Those that give the same words."""
 
     def call() -> Tensor:
-        return attention.select_topk(*given, k=k).words
+        return attention.select_topk(*given, k=k, causal=True).words
 
     calls: tune.Calls = {"candidates": call}
     if CUDA:
@@ -56,7 +56,7 @@ def main(lengths: list[int]) -> None:
             results.add(f"T {t}, k {top}, {label}", times, against="all")
 
         def within(mib: int, given: tuple[Tensor, ...] = given, k: int = k) -> Callable[[], Tensor]:
-            return lambda: attention.select_topk(*given, k=k, workspace=mib << 20).words
+            return lambda: attention.select_topk(*given, k=k, workspace=mib << 20, causal=True).words
 
         calls: tune.Calls = {f"{mib} MiB": within(mib) for mib in (64, 128, 256, 512)}
         results.add(f"T {t}, workspaces, graph", tune.replayed(calls, rounds=3, repeat=1), against="256 MiB")

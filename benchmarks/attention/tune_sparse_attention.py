@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import tune
 from benchmarks.inputs import random_selection
-from gossamer.attention import Selection, indexer_loss, sparse_attention, sparse_decode
+from gossamer.attention import Selection, indexer_loss, sparse_attention
 from gossamer.attention._triton import sparse_attention as forward
 from gossamer.attention._triton import sparse_attention_bwd as backward
 from gossamer.attention._triton.sparse_attention import Tile
@@ -62,7 +62,7 @@ class Inputs:
         self.q, self.k, self.v, self.grad = drawn
         self.selection = random_selection(t, k, device=device, generator=generator)
         with torch.no_grad():
-            self.out, self.lse = sparse_attention(self.q, self.k, self.v, self.selection, return_lse=True)
+            self.out, self.lse = sparse_attention(self.q, self.k, self.v, self.selection, return_lse=True, causal=True)
         self.rows, self.grad, self.q = backward.row_statistics(self.call("lists"))
 
     def call(self, path: Way) -> SparseAttentionBwd:
@@ -72,7 +72,7 @@ class Inputs:
     def run(self, kind: str, path: Way) -> Any:
         if kind == "forward":
             with torch.no_grad():
-                return sparse_attention(self.q, self.k, self.v, self.selection, path=path)
+                return sparse_attention(self.q, self.k, self.v, self.selection, path=path, causal=True)
         if kind == "gradient of q":
             return backward.query_gradient(self.call(path), self.rows)
         of_keys = backward.key_gradients if path == "lists" else backward.key_gradients_of_tiles
@@ -108,7 +108,7 @@ def whole(results: tune.Results, t: int) -> None:
             return F.scaled_dot_product_attention(*leaves, is_causal=True)
 
     def ours() -> Tensor:
-        return sparse_attention(*leaves, x.selection)
+        return sparse_attention(*leaves, x.selection, causal=True)
 
     calls: tune.Calls = {}
     for name, call in (("dense", dense), ("gossamer", ours)):
@@ -128,7 +128,7 @@ def others(results: tune.Results) -> None:
     taken = torch.randperm(131072, device="cuda")[:2048]
     one = Selection.from_indices(taken[None, None], 131072)
     calls: tune.Calls = {
-        "gossamer": lambda: sparse_decode(q, keys[0], keys[1], one),
+        "gossamer": lambda: sparse_attention(q, keys[0], keys[1], one, causal=True),
         "dense": lambda: F.scaled_dot_product_attention(q, keys[0], keys[1]),
     }
     results.add("one query of 131072 keys, graph", tune.replayed(calls), against="dense")
@@ -138,8 +138,8 @@ def others(results: tune.Results) -> None:
         q_idx, k_idx, w = (torch.randn(s, device="cuda").bfloat16() for s in ((1, 4, t, 64), (1, t, 64), (1, t, 4)))
         operands = (x.q, x.k, q_idx.requires_grad_(), k_idx, w, torch.zeros(4, device="cuda"))
         losses: tune.Calls = {
-            "selected": lambda: indexer_loss(*operands, selection=x.selection, lse=x.lse),
-            "all": lambda: indexer_loss(*operands, lse=x.lse),
+            "selected": lambda: indexer_loss(*operands, selection=x.selection, lse=x.lse, causal=True),
+            "all": lambda: indexer_loss(*operands, lse=x.lse, causal=True),
         }
         results.add(f"indexer_loss, {t}", tune.eager(losses, rounds=3, repeat=1), against="all")
 

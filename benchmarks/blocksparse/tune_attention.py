@@ -26,10 +26,9 @@ from benchmarks import tune
 from gossamer.blocksparse import Layout
 from gossamer.blocksparse._gluon import attention as hopper
 from gossamer.blocksparse._gluon import attention_backward as hopper_backward
-from gossamer.blocksparse._gluon.attention import Tile
-from gossamer.blocksparse._gluon.attention_backward import Tiles
 from gossamer.blocksparse._triton import attention as general
 from gossamer.blocksparse._triton import attention_backward as general_backward
+from gossamer.blocksparse.attention_lists import Tile
 from gossamer.blocksparse.attention_path import Problem
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
@@ -45,20 +44,24 @@ def forward_tiles(d: int, block: int) -> list[Tile | None]:
     """Candidates; None is the kernel through pointers."""
     if not CUDA:
         return [None]
-    found: list[Tile | None] = [Tile(64, 64, 2), Tile(64, 64, 3), Tile(64, 64, 2, registers=168), None]
+    found: list[Tile | None] = [Tile(64, 64), Tile(64, 64, stages=3), Tile(64, 64, registers=168), None]
     # One buffer of keys less lets a third program of heads of 128 on an SM.
-    found += [Tile(64, 64, 2, key_stages=1), Tile(64, 64, 2, registers=168, key_stages=1)]
+    found += [Tile(64, 64, key_stages=1), Tile(64, 64, registers=168, key_stages=1)]
     if block == 128:
-        found += [Tile(64, 128, 2, registers=168), Tile(64, 128, 2), Tile(128, 128, 2, 8), Tile(128, 64, 2, 8)]
+        found += [Tile(64, 128, registers=168), Tile(64, 128), Tile(128, 128, 8), Tile(128, 64, 8)]
     return found
+
+
+Tiles = tuple[Tile, Tile]
+"""Of the kernel over queries and of that over keys."""
 
 
 def backward_tiles() -> list[Tiles | None]:
     if not CUDA:
         return [None]
-    plain, deep = Tile(64, 64, 2), Tile(64, 64, 3, registers=168)
-    found: list[Tiles | None] = [Tiles(plain, plain), Tiles(deep, plain), Tiles(Tile(64, 64, 1), plain), None]
-    return [*found, Tiles(Tile(64, 64, 2, registers=168), Tile(64, 64, 2, registers=232))]
+    plain, deep = Tile(64, 64), Tile(64, 64, stages=3, registers=168)
+    found: list[Tiles | None] = [(plain, plain), (deep, plain), (Tile(64, 64, stages=1), plain), None]
+    return [*found, (Tile(64, 64, registers=168), Tile(64, 64, registers=232))]
 
 
 def named(tile: Tile | Tiles | None) -> str:
@@ -85,15 +88,16 @@ class Inputs:
     def forward(self, tile: Tile | None) -> tuple[Tensor, Tensor]:
         if tile is None:
             return general.launch_attention_fwd(general.operands(self.call, general.tile_of))
-        return hopper.launch_attention_fwd(self.call, tile)[:2]
+        return hopper.launch_attention_fwd(self.call, tile)
 
     def backward(self, tiles: Tiles | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        stats, _ = general_backward.attention_stats(out, self.grad, lse, None)
+        stats = general_backward.attention_stats(out, self.grad, lse, None)
         call: Any = BlocksparseAttentionBwd(self.grad, None, out, lse, *self.call, False, False)
         if tiles is None:
             given = general.operands(call, general_backward.tile_of)
             return general_backward.launch_attention_bwd(given, self.grad, stats)
-        return hopper_backward.launch_attention_bwd(call, self.grad, stats, tiles)[:3]
+        none = (None, 1 << 30), (None, 1 << 30)
+        return hopper_backward.launch_attention_bwd(call, self.grad, stats, *none, *tiles)
 
     def calls(self) -> dict[str, tune.Calls]:
         """Of each pass, by tile."""

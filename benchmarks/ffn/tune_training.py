@@ -112,7 +112,7 @@ class Operands:
         options = (False, self.limit, sparse_training.room_for(self.room))
         with torch.no_grad():
             out, _, _, _, *kept = sparse_training.sparse_training(
-                SparseTraining(*self.operands, None, *options, self.slots)
+                SparseTraining(*self.operands, None, *options, self.slots, 0)
             )
             dx, gate, up, down, _ = sparse_training.sparse_training_bwd(
                 SparseTrainingBwd(self.grad, None, *self.operands, *kept, False)
@@ -138,7 +138,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
     """The candidates of each kernel."""
     with torch.no_grad():
         weights, room = Weights(of.gate, of.bias, None, of.up, None, of.down), sparse_training.room_for(of.room)
-        lists = sparse_training.lists_of(of.x, weights, of.limit, room, of.slots)
+        lists, _ = sparse_training.lists_of(of.x, weights, of.limit, room, of.slots, 0)
         nnz, heavy = int(lists.offsets[-1]), int(lists.heavy[0])
         print(f"{label}: {nnz / of.x.shape[0]:.1f} entries a row, {heavy} heavy rows, {int(lists.fired.max())} at most")
         values = train_rows.forward(lists, of.x, weights, None, False)[1]
@@ -147,7 +147,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
         rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)
         dx, second = torch.empty_like(of.x), None if of.up is None else (rows[1], of.up)
         small = {
-            "gate and lists": lambda: sparse_training.lists_of(of.x, weights, of.limit, room, of.slots)[0],
+            "gate and lists": lambda: sparse_training.lists_of(of.x, weights, of.limit, room, of.slots, 0)[0][0],
             "column lists": lambda: column_lists(lists.values, values, lists.columns, lists.offsets, N, False).hidden[
                 :nnz
             ],
@@ -181,7 +181,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
                 for name, tile in COLUMNS.items()
             },
             "gate and up gradients": {
-                name: lambda tile=tile: train_columns.gate_gradients(turned, columns, of.x, of.gate, None, None, tile)
+                name: lambda tile=tile: train_columns.gate_gradients(turned, columns, of.x, of.gate, None, False, tile)
                 for name, tile in COLUMNS.items()
             },
         }

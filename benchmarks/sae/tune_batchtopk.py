@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks import tune
+from gossamer.rowsparse.entries import slots_of
 from gossamer.sae._triton import batchtopk
 from gossamer.sae._triton.encode import activate
 
@@ -55,11 +56,11 @@ def pre_activations(m: int, n: int, k: int, dtype: torch.dtype, how: str) -> Ten
 
 def check(z: Tensor, k: int, rows: tuple[Tensor, ...]) -> None:
     """Compares with `torch.topk`."""
-    values, indices, nnz, *_ = rows
-    filled = torch.arange(values.shape[1], device=z.device) < nnz[:, None]
-    assert torch.equal(values[filled], z.gather(1, indices.long().masked_fill(~filled, 0))[filled])
+    values, indices, spans, _ = rows
+    row, held = slots_of(spans, len(values))
+    assert torch.equal(values[held], z[row[held], indices[held].long()])
     want = z.view(-1).topk(k * len(z)).values.relu()
-    got = values[filled].sort(descending=True).values
+    got = values[held].sort(descending=True).values
     assert torch.equal(got, want[: len(got)]) and not want[len(got) :].any(), "not the largest of the batch"
 
 
@@ -73,7 +74,7 @@ def main(shapes: list[tuple[int, int, int, torch.dtype, str]], parts: bool) -> N
         capacity = n if "rows" in how or how == "constant" else min(n, max(4 * k, 1024))
         calls: tune.Calls = {
             "rows": lambda: activate("batch", z, None, None, k, 0.0, capacity, False, None),
-            "found": lambda: batchtopk.find(z, None, k, None),
+            "found": lambda: batchtopk.find(z, None, k, None, torch.empty(2, m, dtype=torch.int64, device=z.device)),
             "torch.topk": lambda: z.view(-1).topk(k * m),
         }
         check(z, k, calls["rows"]())

@@ -16,8 +16,9 @@ from benchmarks import tune
 from gossamer import gemm, sae
 from gossamer._core.launch import Plans, Tile
 from gossamer.rowsparse._triton import list_entries, matmul, overflow, pack, sampled_matmul, transpose
-from gossamer.rowsparse.records import TransposeKeys
+from gossamer.rowsparse.records import Matmul, MatmulBwd, SampledMatmul, TransposeKeys
 from gossamer.sae._triton import decode, encode
+from gossamer.sae.records import SaeDecode
 
 CUDA = tune.DEVICE.type == "cuda"
 DTYPES = (torch.bfloat16, torch.float32) if CUDA else (torch.float32,)
@@ -48,7 +49,7 @@ def one_launch(results: tune.Results) -> None:
         # Each call another input, so that none finds its own in the cache.
         turn = itertools.cycle([acts_of(m, n, l0, torch.float32) for _ in range(10)])
         w = normal(n, d, dtype=torch.float32)
-        call = lambda: decode.decode(next(turn), w, None, n, None)  # noqa: E731
+        call = lambda: decode.decode(SaeDecode(next(turn), w, None, n, None))  # noqa: E731
         calls: tune.Calls = {"as shipped": call, "dense": lambda: next(turn) @ w}
         for groups, e, columns in itertools.product((128, 256, 512), (8, 16, 32), (32, 64, 128)):
             changes = (
@@ -69,7 +70,7 @@ def gather(results: tune.Results) -> None:
     for dtype in DTYPES:
         acts, w = acts_of(m, n, l0, dtype), normal(n, d, dtype=dtype)
         lists = list_entries.list_slots(acts, min(n, 1024))
-        call = lambda: matmul.matmul(*lists, None, w, None, None)  # noqa: E731
+        call = lambda: matmul.matmul(Matmul(*lists, None, w, None, None))  # noqa: E731
         calls: tune.Calls = {"as shipped": call}
         for e, size in itertools.product((1, 2, 4, 8), (128, 256, 512, 1024)):
             tile = {"BLOCK_E": e, "BLOCK_D": size // dtype.itemsize}
@@ -120,8 +121,8 @@ def scatter(results: tune.Results) -> None:
     for dtype in DTYPES:
         x = Backward(dtype)
         products = torch.randn(x.indices.shape, device=tune.DEVICE)
-        given = (x.grad, x.weight, x.indices, x.spans, None, True, True, products)
-        call = lambda: sampled_matmul.sampled_matmul(*given)[1]  # noqa: E731
+        given = SampledMatmul(x.grad, x.weight, x.indices, x.spans, None, True, True, products)
+        call = lambda: sampled_matmul.sampled_matmul(given)[1]  # noqa: E731
         calls: tune.Calls = {"as shipped": call}
         for e, warps in itertools.product((32, 128), (1, 2, 4, 8)):
             tile = Tile({"BLOCK_E": e, "BLOCK_D": 16}, warps)
@@ -133,8 +134,8 @@ def backward(results: tune.Results) -> None:
     """The gradients of the weight and of values, at once."""
     for dtype in DTYPES:
         x = Backward(dtype)
-        given = (x.grad, x.indices, x.keys, x.offsets, x.values, x.spans, None, x.weight, dtype)
-        call = lambda: matmul.matmul_bwd(*given)  # noqa: E731
+        given = MatmulBwd(x.grad, x.indices, x.keys, x.offsets, x.values, x.spans, None, x.weight, dtype, None)
+        call = lambda: matmul.matmul_bwd(given)  # noqa: E731
         calls: tune.Calls = {"as shipped": call}
         for e, step, size, warps, registers in (
             *((8, 4, 512, 1, registers) for registers in (80, 96, None)),

@@ -15,6 +15,7 @@ from benchmarks import tune
 from benchmarks.nn import bench_sae
 from gossamer._core.launch import Tile
 from gossamer.sae._triton import encode_dense
+from gossamer.sae.records import SaeEncodeDense, SaeEncodeDenseBwd
 
 CUDA = tune.DEVICE.type == "cuda"
 M, D, N = (4096, 2304, 65536) if CUDA else (16, 32, 512)
@@ -28,12 +29,13 @@ def tiles(results: tune.Results) -> None:
     grad = torch.randn(M, N, device=tune.DEVICE, generator=generator).to(DTYPE)
     bias, threshold = torch.zeros(N, device=tune.DEVICE), torch.full((N,), 1e-3, device=tune.DEVICE)
     grad_l0 = torch.ones(M, device=tune.DEVICE)
-    acts = encode_dense.encode_dense(x, weight, bias, None, threshold, "jumprelu", 0, 0.25, None, False)[0]
+    given = SaeEncodeDense(x, weight, bias, None, threshold, "jumprelu", 0, 0.25, None, False)
+    acts = encode_dense.encode_dense(given)[0]
     ways = {
-        "FORWARD": lambda: encode_dense.encode_dense(
-            x, weight, bias, None, threshold, "jumprelu", 0, 0.25, None, False
-        )[1:],
-        "BACKWARD": lambda: encode_dense.encode_dense_bwd_(grad, acts, grad_l0, threshold, 0.25, False),
+        "FORWARD": lambda: encode_dense.encode_dense(given)[1:],
+        "BACKWARD": lambda: encode_dense.encode_dense_bwd_(
+            SaeEncodeDenseBwd(grad, acts, grad_l0, threshold, 0.25, False)
+        ),
     }
     for name, call in ways.items():
         want = call()

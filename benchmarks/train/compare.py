@@ -76,6 +76,7 @@ def train_one(name: str, corpus: Corpus, folder: Path, given: argparse.Namespace
     changes = {"steps": given.steps, "seed": given.seed, "compile": given.compile, "vocabulary": corpus.vocabulary}
     changes |= {"micro_batch": given.micro_batch} if given.micro_batch else {}
     changes |= {"l1": given.l1} if given.l1 and "l1" in RUNS[name] else {}
+    changes |= {key: json.loads(value) for key, _, value in (field.partition("=") for field in given.set)}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = preset(given.preset, dtype="bfloat16" if device.type == "cuda" else "float32", **{**RUNS[name], **changes})
     joules = energy_counter(device)
@@ -119,6 +120,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--l1", type=float, help="instead of the weights of the runs that have one")
+    parser.add_argument("--set", action="append", default=[], help="other fields of the preset, as --set layers=3")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--json", type=Path)

@@ -42,7 +42,7 @@ def guess(batch, x, selection=None):  # of the second time: loss, and the share 
 for _ in range(steps):
     layer.dense, (batch, x) = True, read(torch.randint(len(text) // 2, (4, 1)))
     q, key, _, _, index = layer.project(x.detach())
-    loss, of_indexer = guess(batch, x)[0], indexer_loss(q, key, *index, layer.indexer.idx_bias)
+    loss, of_indexer = guess(batch, x)[0], indexer_loss(q, key, *index, layer.indexer.idx_bias, causal=True)
     optimizer.zero_grad()
     (loss + of_indexer).backward()
     optimizer.step()

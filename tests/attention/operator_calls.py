@@ -10,7 +10,6 @@ from gossamer.attention import (
     rotary_gates,
     select_topk,
     sparse_attention,
-    sparse_decode,
 )
 
 
@@ -25,13 +24,13 @@ def selection_calls(device: torch.device) -> None:
     q, k, w, bias = (torch.randn(shape, device=device).requires_grad_() for shape in shapes)
     lengths = torch.tensor([90, 40], device=device)
     for options in ({}, {"causal": False, "lengths": lengths}):
-        out = indexer_scores(q, k, w, bias, **options)
+        out = indexer_scores(q, k, w, bias, **{"causal": True, **options})
         out.where(out.isfinite(), 0).sum().backward()
     out = indexer_scores(q, k, w, causal=False)
     out.sum().backward()
-    select_topk(q, k, w, bias, k=12, window=2, sinks=1, granularity=4)
-    found = select_topk(q, k, w, bias, k=9, window=2, sinks=1)
-    select_topk(q, k, w, lengths=lengths, adaptive=AdaptiveK("entropy", 2, 8, 16))
+    select_topk(q, k, w, bias, k=12, window=2, sinks=1, granularity=4, causal=True)
+    found = select_topk(q, k, w, bias, k=9, window=2, sinks=1, causal=True)
+    select_topk(q, k, w, lengths=lengths, k=AdaptiveK("entropy", 2, 8, 16), bias=None, causal=True)
     Selection.from_mask(found.to_mask())
 
 
@@ -46,15 +45,15 @@ def sparse_calls(device: torch.device) -> None:
         selection = Selection.from_mask(torch.rand(2, scopes, 33, 33, device=device) < 0.3)
         for options in ({}, {"lengths": lengths, "causal": False}):
             q, k, v = leaf(2, 4, 33, 16), leaf(2, 2, 33, 16), leaf(2, 2, 33, 16)
-            out, lse = sparse_attention(q, k, v, selection, return_lse=True, **options)
+            out, lse = sparse_attention(q, k, v, selection, return_lse=True, **{"causal": True, **options})
             (out.sum() + torch.where(lse.isfinite(), lse, 0).sum()).backward()
             for path in ("tiles", "lists"):
-                sparse_attention(q, k, v, selection, path=path, **options).sum().backward()
+                sparse_attention(q, k, v, selection, path=path, **{"causal": True, **options}).sum().backward()
     selection = Selection.from_mask(torch.rand(2, 33, 33, device=device) < 0.3)
     for given in (None, lengths):
         operands = (leaf(2, 3, 33, 8), leaf(2, 33, 8), leaf(2, 33, 3), leaf(3))
-        indexer_loss(q, k, *operands, selection=selection, lengths=given).backward()
-        sparse_attention(q, k, v, selection, indexer=operands, lengths=given).sum().backward()
+        indexer_loss(q, k, *operands, selection=selection, lengths=given, causal=True).backward()
+        sparse_attention(q, k, v, selection, indexer=operands, lengths=given, causal=True).sum().backward()
     for gates in (True, False):
         y, angles = leaf(2, 5, 8 * (12 if gates else 7)), torch.randn(5, 8, device=device)
         made = rotary_gates(y, angles, angles, 3, 2, value_gate=gates, output_gate=gates)
@@ -62,5 +61,5 @@ def sparse_calls(device: torch.device) -> None:
     one = Selection.from_mask(torch.rand(2, 1, 33, device=device) < 0.3)
     pages, table = torch.randn(8, 16, 2, 16, device=device), torch.randperm(8, device=device)[:6].view(2, 3)
     q, k, v = (x.detach() for x in (q, k, v))
-    sparse_decode(q[:, :, :1], k, v, one)
-    sparse_decode(q[:, :, :1], pages, pages, one, page_table=table, lengths=lengths)
+    sparse_attention(q[:, :, :1], k, v, one, causal=True)
+    sparse_attention(q[:, :, :1], pages, pages, one, page_table=table, lengths=lengths, causal=True)

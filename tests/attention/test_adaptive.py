@@ -24,7 +24,9 @@ def test_adaptive_k_is_of_each_query_alone(rule: AdaptiveK, device: torch.device
         name: None if t is None else t.to(device) for name, t in (("mean", rule.mean), ("predictor", rule.predictor))
     }
     rule = AdaptiveK(rule.rule, rule.k_min, rule.k_base, rule.k_max, rule.temperature, **move)
-    found = select_topk(q, k, w, bias, adaptive=rule, lengths=lengths_of(case, device), window=2, sinks=1).to_mask()
+    found = select_topk(
+        q, k, w, bias, k=rule, lengths=lengths_of(case, device), window=2, sinks=1, causal=True
+    ).to_mask()
     seen = visible(case).to(device)
     keys = stored(case, q, k, w, bias)
     scores = (keys - 1).double() * (w.double().sigmoid().sum(-1, keepdim=True) / LEVELS)
@@ -45,7 +47,7 @@ def test_adaptive_k_of_units(rule: AdaptiveK, device: torch.device) -> None:
     q, k, w, bias = inputs(case, torch.float32, device)
     mean, predictor = (None if t is None else t.to(device) for t in (rule.mean, rule.predictor))
     asked = AdaptiveK(rule.rule, 8, 20, 40, rule.temperature, mean, predictor)
-    found = select_topk(q, k, w, bias, adaptive=asked, lengths=lengths_of(case, device), window=1, granularity=4)
+    found = select_topk(q, k, w, bias, k=asked, lengths=lengths_of(case, device), window=1, granularity=4, causal=True)
     seen, keys = visible(case).to(device), stored(case, q, k, w, bias)
 
     def units(x: Tensor) -> Tensor:

@@ -152,9 +152,9 @@ def both(given: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> t
     take = gpu._Call.take_candidates
     with monkeypatch.context() as patch:
         patch.setattr(gpu._Call, "take_candidates", lambda *a: marks.append(take(*a)) or marks[-1])
-        found = select_topk(*given, **options)
+        found = select_topk(*given, **{"causal": True, **options})
         patch.setattr(gpu, "choose_keys", lambda *_: "all")
-        want = select_topk(*given, **options)
+        want = select_topk(*given, **{"causal": True, **options})
     # A first call runs twice, to compile its kernels together.
     assert marks
     assert torch.equal(found.words, want.words)
@@ -233,15 +233,15 @@ def test_what_lists_do_not_settle_is_counted_again(
 def test_a_graph_counts_again_what_it_must(device: torch.device) -> None:
     hopper(device)
     given = inputs((1, 4, 2500, T, 64), torch.bfloat16, device)
-    select_topk(*given, k=500)
+    select_topk(*given, k=500, causal=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = select_topk(*given, k=500)
+        out = select_topk(*given, k=500, causal=True)
     for keys in (torch.randn_like(given[1]), given[1][:, :3].repeat(1, T // 3, 1)):
         given[1].copy_(keys)
         out.words.fill_(-1)
         graph.replay()
-        assert torch.equal(out.words, select_topk(*given, k=500).words)
+        assert torch.equal(out.words, select_topk(*given, k=500, causal=True).words)
 
 
 @pytest.mark.gpu
@@ -249,10 +249,10 @@ def test_memory_stays_within_the_workspace(device: torch.device) -> None:
     hopper(device)
     given = inputs((1, 4, 8192, 131072, 64), torch.bfloat16, device)
     workspace = 64 << 20
-    select_topk(*given, k=2048, workspace=workspace)
+    select_topk(*given, k=2048, workspace=workspace, causal=True)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
-    out = select_topk(*given, k=2048, workspace=workspace)
+    out = select_topk(*given, k=2048, workspace=workspace, causal=True)
     kept = out.words.numel() * out.words.element_size()
     # Beside it a sample of k, thresholds and marks.
     assert torch.cuda.max_memory_allocated(device) - before <= kept + workspace + (3 << 20)

@@ -12,7 +12,6 @@ from gossamer.attention import (
     indexer_scores,
     rotary_gates,
     sparse_attention,
-    sparse_decode,
 )
 from tests.attention.graphs import check_replays
 
@@ -36,7 +35,7 @@ def test_sparse_attention(path: str, device: torch.device) -> None:
     selection = some_keys(device)
 
     def call() -> Sequence[Tensor]:
-        out, lse = sparse_attention(q, k, v, selection, return_lse=True, path=path)
+        out, lse = sparse_attention(q, k, v, selection, return_lse=True, path=path, causal=True)
         return (out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach()))
 
     check_replays(call, (q, k, v, grad))
@@ -48,7 +47,7 @@ def test_straight_through(device: torch.device) -> None:
     selection = some_keys(device)
 
     def call() -> Sequence[Tensor]:
-        out = sparse_attention(q, k, v, selection, indexer=(index[0], index[1], index[2], index[3]))
+        out = sparse_attention(q, k, v, selection, indexer=(index[0], index[1], index[2], index[3]), causal=True)
         return torch.autograd.grad(out.square().sum(), (q, k, v, *index))
 
     check_replays(call, (q, k, v, *index), rtol=1e-3, atol=1e-3)
@@ -62,14 +61,16 @@ def test_sparse_decode(pages: bool, device: torch.device) -> None:
     k, v = (torch.randn(shape, device=device) for _ in range(2))
     table = torch.randperm(64, device=device)[:38].view(2, 19) if pages else None
     lengths = torch.tensor([T, 170], device=device)
-    check_replays(lambda: (sparse_decode(q, k, v, selection, page_table=table, lengths=lengths),), (q, k, v))
+    check_replays(
+        lambda: (sparse_attention(q, k, v, selection, page_table=table, lengths=lengths, causal=True),), (q, k, v)
+    )
 
 
 def test_indexer_scores(device: torch.device) -> None:
     index = leaves(device, (2, 3, T, 16), (2, T, 16), (2, T, 3), (3,))
 
     def call() -> Sequence[Tensor]:
-        scores = indexer_scores(*index)
+        scores = indexer_scores(*index, causal=True)
         total = scores.where(scores.isfinite(), 0).square().sum()
         return (scores.detach(), *torch.autograd.grad(total, index))
 
@@ -83,7 +84,7 @@ def test_indexer_loss(selected: bool, device: torch.device) -> None:
     selection = some_keys(device) if selected else None
 
     def call() -> Sequence[Tensor]:
-        loss = indexer_loss(q, k, *index, selection=selection)
+        loss = indexer_loss(q, k, *index, selection=selection, causal=True)
         return (loss.detach(), *torch.autograd.grad(loss, index))
 
     check_replays(call, (q, k, *index))

@@ -54,7 +54,7 @@ def test_gradcheck() -> None:
     seen = visible(case)
 
     def scores(*tensors: Tensor) -> Tensor:
-        return indexer_scores(*tensors, lengths=lengths)[seen]
+        return indexer_scores(*tensors, lengths=lengths, causal=True)[seen]
 
     assert torch.autograd.gradcheck(scores, given)
 
@@ -74,7 +74,7 @@ def test_nan_and_inf_propagate_where_they_are_seen(device: torch.device) -> None
     q, k, w, bias = inputs((1, 2, 6, 6, 16), torch.float32, device)
     k[0, 3, 0] = torch.nan
     q[0, 0, 1] = torch.inf
-    out = indexer_scores(q, k, w, bias)
+    out = indexer_scores(q, k, w, bias, causal=True)
     wanted = dense(q.double(), k.double(), w.double(), bias.double(), 0.25)
     seen = visible((1, 2, 6, 6, 16, True, None))[0].to(device)
     assert torch.equal(out[0].isnan(), wanted[0].isnan() & seen)
@@ -83,7 +83,7 @@ def test_nan_and_inf_propagate_where_they_are_seen(device: torch.device) -> None
 @pytest.mark.parametrize("shape", [(0, 2, 3, 3, 4), (1, 2, 0, 3, 4), (1, 0, 2, 3, 4)])
 def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
     given = inputs(shape, torch.float32, device, grad=True)
-    out = indexer_scores(*given)
+    out = indexer_scores(*given, causal=True)
     assert out.shape == (shape[0], shape[2], shape[3])
     assert bool((out[out.isfinite()] == 0).all())
     grads = torch.autograd.grad(out.where(out.isfinite(), 0).sum(), given, allow_unused=True)
@@ -94,9 +94,9 @@ def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
 def test_autocast_and_compile(compiled: Any, device: torch.device) -> None:
     given = inputs((1, 2, 9, 9, 16), torch.float32, device)
     with torch.autocast(device.type, torch.bfloat16):
-        out = indexer_scores(*given)
+        out = indexer_scores(*given, causal=True)
     assert out.dtype is torch.bfloat16
-    assert torch.equal(compiled(indexer_scores)(*given), indexer_scores(*given))
+    assert torch.equal(compiled(indexer_scores)(*given, causal=True), indexer_scores(*given, causal=True))
 
 
 @pytest.mark.native
@@ -111,16 +111,16 @@ def test_second_derivatives_are_refused(device: torch.device) -> None:
 def test_bad_input(device: torch.device) -> None:
     q, k, w, bias = inputs((1, 2, 3, 4, 8), torch.float32, device)
     with pytest.raises(ValueError, match=r"indexer_scores: q_idx must have shape \[B, Hi, Tq, Di\], got \[2, 3, 8\]"):
-        indexer_scores(q[0], k, w, bias)
+        indexer_scores(q[0], k, w, bias, causal=True)
     with pytest.raises(ValueError, match=r"k_idx must have shape .* Di = 8 like q_idx, got \[1, 4, 7\]"):
-        indexer_scores(q, k[..., :7], w, bias)
+        indexer_scores(q, k[..., :7], w, bias, causal=True)
     with pytest.raises(ValueError, match=r"w must have shape \[B, Tq, Hi\] = \[1, 3, 2\] like q_idx, got \[1, 3, 1\]"):
-        indexer_scores(q, k, w[..., :1], bias)
+        indexer_scores(q, k, w[..., :1], bias, causal=True)
     with pytest.raises(ValueError, match=r"as many keys as queries or more, got Tq = 3 and Tk = 2. Use causal=False"):
-        indexer_scores(q, k[:, :2], w, bias)
+        indexer_scores(q, k[:, :2], w, bias, causal=True)
     with pytest.raises(TypeError, match="q_idx and k_idx must have one dtype, got float32 and float16"):
-        indexer_scores(q, k.half(), w, bias)
+        indexer_scores(q, k.half(), w, bias, causal=True)
     with pytest.raises(TypeError, match="lengths must be int32 or int64, got float32"):
-        indexer_scores(q, k, w, bias, lengths=torch.ones(1, device=device))
+        indexer_scores(q, k, w, bias, lengths=torch.ones(1, device=device), causal=True)
     with pytest.raises(ValueError, match="scale must be above 0 and finite, got 0"):
-        indexer_scores(q, k, w, bias, scale=0.0)
+        indexer_scores(q, k, w, bias, scale=0.0, causal=True)

@@ -27,7 +27,7 @@ def test_what_any_query_takes(
     seen = mask & (key < ends) & ((key <= query + offset) if causal else True)
     lists, counts = kernels.key_lists(words, given, tq, causal, parts)
     groups = -(-tq // (64 * parts))
-    assert lists.shape[:3] == (groups, 4, 1 + 2 * parts) and counts.shape == (groups, 4)
+    assert lists.shape[:3] == (groups, 4, 1 + 2 * parts) and counts.shape == (groups, 4, 1)
     for group in range(groups):
         rows = seen[:, :, group * 64 * parts : (group + 1) * 64 * parts]
         for scope, taken in enumerate(rows.flatten(0, 1)):

@@ -13,7 +13,6 @@ from gossamer.attention import (
     indexer_scores,
     select_topk,
     sparse_attention,
-    sparse_decode,
 )
 from tests.attention.test_sparse_attention import PATHS
 
@@ -71,14 +70,14 @@ def test_sparse_attention(
     weights[:, :, 30:32] = NAN
     same(
         lambda q, k, v: (
-            sparse_attention(q, k, v, selection, lengths=ends, path=path).where(~idle[:, None, :, None], 0)
+            sparse_attention(q, k, v, selection, lengths=ends, path=path, causal=True).where(~idle[:, None, :, None], 0)
             * weights.nan_to_num()
         ),
         given,
         (idle, nobody, nobody),
     )
     q, k, v = given
-    out = sparse_attention(q, poisoned(k, nobody), poisoned(v, nobody), selection, lengths=ends, path=path)
+    out = sparse_attention(q, poisoned(k, nobody), poisoned(v, nobody), selection, lengths=ends, path=path, causal=True)
     grads = torch.autograd.grad(out, (q,), torch.where(idle[:, None, :, None], NAN, weights.nan_to_num()))
     assert out.isfinite().all() and grads[0].isfinite().all()
 
@@ -104,16 +103,16 @@ def test_sparse_decode(
     if ends is not None:
         nobody |= torch.arange(tk, device=device) >= ends[:, None]
     selection = Selection.from_mask(mask)
-    wanted = sparse_decode(q, k, v, selection, lengths=ends)
+    wanted = sparse_attention(q, k, v, selection, lengths=ends, causal=True)
     k, v = (x.masked_fill(nobody[:, None, :, None], NAN) for x in (k, v))
     if not paged:
-        found = sparse_decode(q, k, v, selection, lengths=ends)
+        found = sparse_attention(q, k, v, selection, lengths=ends, causal=True)
     else:
         table = torch.randperm(2 * B * tk // page, device=device, generator=generator)[: B * tk // page].view(B, -1)
         pools = torch.full((2, 2 * B * tk // page, page, G, d), NAN, device=device)
         for pool, x in zip(pools, (k, v)):
             pool[table] = x.transpose(1, 2).unflatten(1, (-1, page))
-        found = sparse_decode(q, *pools, selection, page_table=table, lengths=ends)
+        found = sparse_attention(q, *pools, selection, page_table=table, lengths=ends, causal=True)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
 
 
@@ -137,10 +136,10 @@ def test_select_topk(adaptive: str | None, granularity: int, device: torch.devic
     ends = torch.tensor([40, 66], device=device)
     behind = torch.arange(T, device=device) >= ends[:, None]
     q, k, w, bias = (x.detach() for x in leaves(device, generator, (B, 3, T, 8), (B, T, 8), (B, T, 3), (3,)))
-    rule: dict[str, Any] = {"k": 12} if adaptive is None else {"adaptive": AdaptiveK(adaptive, 4, 8, 16)}
+    rule: dict[str, Any] = {"k": 12} if adaptive is None else {"k": AdaptiveK(adaptive, 4, 8, 16)}
     rule |= {"lengths": ends, "granularity": granularity}
-    wanted = select_topk(q, k, w, bias, **rule)
-    assert torch.equal(select_topk(q, poisoned(k, behind), w, bias, **rule).words, wanted.words)
+    wanted = select_topk(q, k, w, bias, causal=True, **rule)
+    assert torch.equal(select_topk(q, poisoned(k, behind), w, bias, causal=True, **rule).words, wanted.words)
 
 
 @pytest.mark.parametrize("through", [False, True])
@@ -168,7 +167,7 @@ def test_gradients_of_an_indexer(
 
     def run(q: Tensor, k: Tensor, v: Tensor, *indexer: Tensor) -> Tensor:
         if not through:
-            return indexer_loss(q, k, *indexer, selection=selection, lengths=ends)
-        return sparse_attention(q, k, v, selection, lengths=ends, indexer=indexer)
+            return indexer_loss(q, k, *indexer, selection=selection, lengths=ends, causal=True)
+        return sparse_attention(q, k, v, selection, lengths=ends, indexer=indexer, causal=True)
 
     same(run, (q, k, v, *indexer), (idle, behind, behind, idle, behind, idle, None))

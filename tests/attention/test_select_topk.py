@@ -9,9 +9,10 @@ from hypothesis import given
 from torch import Tensor
 
 from gossamer._core.ops import INTERPRET
-from gossamer.attention import AdaptiveK, Selection, indexer_scores, select_topk, sparse_attention, sparse_decode
+from gossamer.attention import AdaptiveK, Selection, indexer_scores, select_topk, sparse_attention
 from gossamer.attention._torch import select_topk as cpu
 from gossamer.attention.levels import LEVELS
+from gossamer.attention.records import SelectTopk
 from tests.attention.indexer import dense, inputs, visible
 
 NO_SCORE, KEPT = 0, 31744
@@ -41,7 +42,8 @@ def stored(case: tuple[Any, ...], q: Tensor, k: Tensor, w: Tensor, bias: Tensor 
     from gossamer.attention._triton import select_topk as gpu
 
     lengths = None if lengths is None else torch.tensor(lengths, device=q.device)
-    call = gpu._Call((q, k, w, None if bias is None else bias.float(), lengths), d**-0.5, causal, 1, 0, 0)
+    given = (q, k, w, None if bias is None else bias.float(), lengths, None, None, 1, 1, 1, "", 1.0, d**-0.5, causal)
+    call = gpu._Call(SelectTopk(*given, window=0, sinks=0, workspace=0, granularity=1))
     slab = gpu.Slab(0, b * call.padded, gpu.round_up(tk, gpu.COLUMNS))
     keys = torch.zeros(slab.rows, slab.columns, dtype=torch.int16, device=q.device)
     call.score(slab, keys)
@@ -95,8 +97,8 @@ def test_no_higher_score_is_left(case: tuple[Any, ...], dtype: torch.dtype, devi
     where 16 bits or the approximations of a GPU have a part."""
     q, k, w, bias = inputs(case, dtype, device)
     lengths = lengths_of(case, device)
-    taken = select_topk(q, k, w, bias, k=25, lengths=lengths).to_mask()[:, 0]
-    scores = indexer_scores(q, k, w, bias, lengths=lengths, out_dtype=torch.float32).double()
+    taken = select_topk(q, k, w, bias, k=25, lengths=lengths, causal=True).to_mask()[:, 0]
+    scores = indexer_scores(q, k, w, bias, lengths=lengths, out_dtype=torch.float32, causal=True).double()
     step = w.double().sigmoid().sum(-1) / LEVELS
     step = step * (1.01 if dtype is torch.float32 and device.type == "cpu" else 2)
     seen = visible(case).to(device)
@@ -111,9 +113,11 @@ def test_no_higher_score_is_left(case: tuple[Any, ...], dtype: torch.dtype, devi
 def test_the_workspace_and_the_batch_change_nothing(case: tuple[Any, ...], device: torch.device) -> None:
     q, k, w, bias = inputs(case, torch.float32, device)
     given, lengths = (q, k, w, bias), lengths_of(case, device)
-    usual = select_topk(*given, k=20, lengths=lengths)
+    usual = select_topk(*given, k=20, lengths=lengths, causal=True)
     for workspace in (2 * 64 * 128, 3 * 64 * 128):
-        assert torch.equal(select_topk(*given, k=20, lengths=lengths, workspace=workspace).words, usual.words)
+        assert torch.equal(
+            select_topk(*given, k=20, lengths=lengths, workspace=workspace, causal=True).words, usual.words
+        )
     for i in range(case[0]):
         alone = select_topk(
             q[i : i + 1],
@@ -122,6 +126,7 @@ def test_the_workspace_and_the_batch_change_nothing(case: tuple[Any, ...], devic
             bias,
             k=20,
             lengths=None if lengths is None else lengths[i : i + 1],
+            causal=True,
         )
         assert torch.equal(alone.words, usual.words[i : i + 1])
 
@@ -149,7 +154,7 @@ def test_units_of_four_keys(
     q, k, w, bias = inputs(case, dtype, device)
     k = k.repeat_interleave(12 if window else 1, 1)[:, : case[3]]
     options = {"causal": case[5], "lengths": lengths_of(case, device), "window": window, "sinks": sinks}
-    found = select_topk(q, k, w, bias, k=24, granularity=4, **options)
+    found = select_topk(q, k, w, bias, k=24, granularity=4, **{"causal": True, **options})
     wanted = sorted_units(stored(case, q, k, w, bias), visible(case).to(device), 24, window, sinks)
     assert torch.equal(found.to_mask(), wanted)
     assert bool((wanted.sum(-1) <= 24).all())
@@ -160,12 +165,12 @@ def test_units_by_slab_and_one_at_a_time(device: torch.device) -> None:
     case = (2, 1, 17, 60, 16, True, None)
     q, k, w, bias = inputs(case, torch.float32, device)
     options = {"k": 12, "window": 3, "sinks": 2, "granularity": 4}
-    whole = select_topk(q, k, w, bias, **options)
-    small = select_topk(q, k, w, bias, workspace=2 * 64 * 128, **options)
+    whole = select_topk(q, k, w, bias, **{"causal": True, **options})
+    small = select_topk(q, k, w, bias, workspace=2 * 64 * 128, **{"causal": True, **options})
     assert torch.equal(small.words, whole.words)
     for t in (0, 16):
         step = (q[:, :, t : t + 1], k[:, : 44 + t], w[:, t : t + 1], bias)
-        one = select_topk(*step, **options).to_mask()
+        one = select_topk(*step, **{"causal": True, **options}).to_mask()
         assert torch.equal(one[:, :, 0], whole.to_mask()[:, :, t, : 44 + t])
 
 
@@ -176,7 +181,7 @@ def test_units_of_rows_longer_than_registers(monkeypatch: pytest.MonkeyPatch, de
     monkeypatch.setattr(threshold, "MAX_REGISTERS", 64)
     case = (1, 1, 5, 301, 16, True, None)
     q, k, w, bias = inputs(case, torch.float32, device)
-    found = select_topk(q, k, w, bias, k=40, window=9, granularity=4)
+    found = select_topk(q, k, w, bias, k=40, window=9, granularity=4, causal=True)
     wanted = sorted_units(stored(case, q, k, w, bias), visible(case).to(device), 40, 9)
     assert torch.equal(found.to_mask(), wanted)
 
@@ -184,11 +189,11 @@ def test_units_of_rows_longer_than_registers(monkeypatch: pytest.MonkeyPatch, de
 def test_attention_over_units(device: torch.device) -> None:
     """Attention, its gradients and decoding do with them as with any selection: against dense attention."""
     case = (1, 2, 50, 50, 16, True, None)
-    selection = select_topk(*inputs(case, torch.float32, device), k=12, window=1, granularity=4)
+    selection = select_topk(*inputs(case, torch.float32, device), k=12, window=1, granularity=4, causal=True)
     mask = selection.to_mask()
     q, k, v = (torch.randn(1, h, 50, 16, device=device).requires_grad_() for h in (4, 2, 2))
     wide = [x.double() for x in (q, k, v)]
-    out = sparse_attention(q, k, v, selection)
+    out = sparse_attention(q, k, v, selection, causal=True)
     scores = (wide[0] @ wide[1].repeat_interleave(2, 1).mT / 4).masked_fill(~mask, -torch.inf)
     wanted = scores.softmax(-1) @ wide[2].repeat_interleave(2, 1)
     torch.testing.assert_close(out, wanted.float(), rtol=1e-4, atol=1e-5)
@@ -197,7 +202,9 @@ def test_attention_over_units(device: torch.device) -> None:
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
     last = Selection.from_mask(mask[:, :, -3:])
     with torch.no_grad():
-        torch.testing.assert_close(sparse_decode(q[:, :, -3:], k, v, last), out[:, :, -3:], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(
+            sparse_attention(q[:, :, -3:], k, v, last, causal=True), out[:, :, -3:], rtol=1e-4, atol=1e-5
+        )
     indices, there = selection.to_indices()
     assert torch.equal(Selection.from_indices(indices, 50, there).words, selection.words)
 
@@ -217,7 +224,7 @@ def test_ties_everywhere(tq: int, more: int, k: int, levels: int, heads: int, wi
     q, keys, w, bias = inputs(case, torch.float32, device)
     keys = keys[:, torch.arange(tq + more, device=device) * 7 % min(levels, tq + more)]
     window = min(window, k)
-    found = select_topk(q, keys, w, bias, k=k, window=window)
+    found = select_topk(q, keys, w, bias, k=k, window=window, causal=True)
     wanted = sorted_first(stored(case, q, keys, w, bias), visible(case).to(device), k, window)
     assert torch.equal(found.to_mask(), wanted)
 
@@ -232,7 +239,7 @@ def test_rows_longer_than_registers(window: int, monkeypatch: pytest.MonkeyPatch
     for repeat in (1, 7):
         q, k, w, bias = inputs(case, torch.float32, device)
         k = k.repeat_interleave(repeat, 1)[:, :300]
-        found = select_topk(q, k, w, bias, k=40, window=window)
+        found = select_topk(q, k, w, bias, k=40, window=window, causal=True)
         wanted = sorted_first(stored(case, q, k, w, bias), visible(case).to(device), 40, window)
         assert torch.equal(found.to_mask(), wanted)
 
@@ -244,7 +251,7 @@ def test_words_of_many_columns(window: int, device: torch.device) -> None:
     for k_top, repeat in ((30, 300), (600, 300), (1000, 7)):
         q, k, w, bias = inputs(case, torch.float32, device)
         k = k.repeat_interleave(repeat, 1)[:, :1101]
-        found = select_topk(q, k, w, bias, k=k_top, window=window)
+        found = select_topk(q, k, w, bias, k=k_top, window=window, causal=True)
         wanted = sorted_first(stored(case, q, k, w, bias), visible(case).to(device), k_top, window)
         assert torch.equal(found.to_mask(), wanted)
 
@@ -269,14 +276,16 @@ def test_one_query_at_a_time_selects_as_all_at_once(device: torch.device) -> Non
     """Decoding against a cache, contiguous or a slice of a longer one."""
     case = (2, 2, 40, 40, 16, True, None)
     q, k, w, bias = inputs(case, torch.float32, device)
-    whole = select_topk(q, k, w, bias, k=9, window=2).to_mask()
+    whole = select_topk(q, k, w, bias, k=9, window=2, causal=True).to_mask()
     cache = torch.full((2, 64, 16), torch.nan, device=device)
     cache[:, :40] = k
     for t in (0, 7, 39):
         step = (q[:, :, t : t + 1], cache[:, : t + 1], w[:, t : t + 1], bias)
-        assert torch.equal(select_topk(*step, k=9, window=2).to_mask()[:, :, 0], whole[:, :, t, : t + 1])
+        assert torch.equal(select_topk(*step, k=9, window=2, causal=True).to_mask()[:, :, 0], whole[:, :, t, : t + 1])
         step = (q[:, :, t : t + 1], cache, w[:, t : t + 1], bias)
-        padded = select_topk(*step, k=9, window=2, lengths=torch.tensor([t + 1, t + 1], device=device)).to_mask()
+        padded = select_topk(
+            *step, k=9, window=2, lengths=torch.tensor([t + 1, t + 1], device=device), causal=True
+        ).to_mask()
         assert torch.equal(padded[:, :, 0, : t + 1], whole[:, :, t, : t + 1]) and not padded[..., t + 1 :].any()
 
 
@@ -286,13 +295,13 @@ def test_any_strides(device: torch.device) -> None:
         q.transpose(1, 2).contiguous().transpose(1, 2), k.transpose(1, 2).contiguous().transpose(1, 2),
         w.transpose(1, 2).contiguous().transpose(1, 2), bias,
     )  # fmt: skip
-    assert torch.equal(select_topk(*odd, k=9).words, select_topk(q, k, w, bias, k=9).words)
+    assert torch.equal(select_topk(*odd, k=9, causal=True).words, select_topk(q, k, w, bias, k=9, causal=True).words)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 3, 4), (1, 2, 0, 3, 4), (1, 0, 2, 3, 4)])
 def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
     given = inputs(shape, torch.float32, device)
-    mask = select_topk(*given, k=2).to_mask()
+    mask = select_topk(*given, k=2, causal=True).to_mask()
     assert mask.shape == (shape[0], 1, shape[2], shape[3])
     # Without heads all scores are equal.
     assert mask.sum() == (3 + 1 if shape[1] == 0 else 0)
@@ -301,24 +310,24 @@ def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
 @pytest.mark.native
 def test_compile_and_autocast(compiled: Any, device: torch.device) -> None:
     given = inputs((1, 2, 70, 70, 16), torch.float32, device)
-    usual = select_topk(*given, k=9).words
-    assert torch.equal(compiled(lambda *a: select_topk(*a, k=9))(*given).words, usual)
+    usual = select_topk(*given, k=9, causal=True).words
+    assert torch.equal(compiled(lambda *a: select_topk(*a, k=9, causal=True))(*given).words, usual)
     with torch.autocast(device.type, torch.bfloat16):
-        cast = select_topk(*given, k=9).words
+        cast = select_topk(*given, k=9, causal=True).words
     halves = [x.bfloat16() for x in given[:2]]
-    assert torch.equal(cast, select_topk(*halves, *given[2:], k=9).words)
+    assert torch.equal(cast, select_topk(*halves, *given[2:], k=9, causal=True).words)
 
 
 @pytest.mark.gpu
 def test_a_graph_replays_on_new_inputs(device: torch.device) -> None:
     given = inputs((1, 4, 3000, 3000, 64), torch.bfloat16, device)
-    select_topk(*given, k=500)
+    select_topk(*given, k=500, causal=True)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = select_topk(*given, k=500)
+        out = select_topk(*given, k=500, causal=True)
     given[1].copy_(torch.randn_like(given[1]))
     graph.replay()
-    assert torch.equal(out.words, select_topk(*given, k=500).words)
+    assert torch.equal(out.words, select_topk(*given, k=500, causal=True).words)
 
 
 @pytest.mark.gpu
@@ -328,7 +337,7 @@ def test_real_sizes(shape: tuple[int, ...], device: torch.device) -> None:
     q, k, w, bias = inputs(case, torch.bfloat16, device)
     keys, seen = stored(case, q, k, w, bias), visible(case).to(device)
     for window, sinks in ((0, 0), (64, 4)):
-        found = select_topk(q, k, w, bias, k=2048, window=window, sinks=sinks)
+        found = select_topk(q, k, w, bias, k=2048, window=window, sinks=sinks, causal=True)
         assert torch.equal(found.to_mask(), sorted_first(keys, seen, 2048, window, sinks))
 
 
@@ -387,28 +396,28 @@ def test_which_kernel_scores(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.native
 def test_bad_input(device: torch.device) -> None:
     given = inputs((1, 2, 3, 4, 8), torch.float32, device)
-    with pytest.raises(ValueError, match="select_topk: either k or adaptive must be given, got neither"):
-        select_topk(*given)
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
-        select_topk(*given, k=0)
+        select_topk(*given, k=0, causal=True)
     with pytest.raises(ValueError, match=r"window \+ sinks must be at most k .* got 2 \+ 1 and 2"):
-        select_topk(*given, k=2, window=2, sinks=1)
+        select_topk(*given, k=2, window=2, sinks=1, causal=True)
     with pytest.raises(ValueError, match="window must be an int of at least 0, got -1"):
-        select_topk(*given, k=2, window=-1)
+        select_topk(*given, k=2, window=-1, causal=True)
     with pytest.raises(ValueError, match="workspace must be at least 16384 bytes, the scores of 64 queries by 4 keys"):
-        select_topk(*given, k=2, workspace=100)
+        select_topk(*given, k=2, workspace=100, causal=True)
     with pytest.raises(ValueError, match=r"granularity must be 1 or 4, got 2\. For blocks of 64 or 128 keys"):
-        select_topk(*given, k=2, granularity=2)
+        select_topk(*given, k=2, granularity=2, causal=True)
     with pytest.raises(
         ValueError, match="with granularity=4, k, or k_min, k_base and k_max, must be multiples of it, got 6"
     ):
-        select_topk(*given, k=6, granularity=4)
+        select_topk(*given, k=6, granularity=4, causal=True)
     with pytest.raises(ValueError, match="got 4, 8, 9"):
-        select_topk(*given, adaptive=AdaptiveK("entropy", 4, 8, 9), granularity=4)
+        select_topk(*given, k=AdaptiveK("entropy", 4, 8, 9), granularity=4, causal=True)
     with pytest.raises(ValueError, match=r"at most k / 4 units of 4 keys, 2, got 2 and 1, which may reach into 3"):
-        select_topk(*given, k=8, window=2, sinks=1, granularity=4)
-    with pytest.raises(TypeError, match="adaptive must be an AdaptiveK, got str"):
-        select_topk(*given, adaptive="variance")  # type: ignore[arg-type]
+        select_topk(*given, k=8, window=2, sinks=1, granularity=4, causal=True)
+    with pytest.raises(
+        TypeError, match=r"k must be an int, got str\. It is how many keys a query takes, or an AdaptiveK"
+    ):
+        select_topk(*given, k="variance", causal=True)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="AdaptiveK: rule must be one of variance, entropy, learned, got 'mean'"):
         AdaptiveK("mean")
     with pytest.raises(ValueError, match="the rule 'variance' needs mean"):

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from torch import Tensor
 
-from gossamer.attention import Selection, sparse_attention, sparse_decode
+from gossamer.attention import Selection, sparse_attention
 from gossamer.attention.sparse_attention import choose_path
 from gossamer.testing import assert_close
 from tests import strategies
@@ -64,7 +64,8 @@ def by_formula(
 ) -> list[Tensor]:
     """Gradients by dense PyTorch in the dtype of q, as every attention without a matrix of probabilities has them:
     from the lse, and from the output and its gradient. Autograd, which sums the probabilities times their
-    gradients, gets exact zeros where a query has one key. Not closer to exact than the order of a sum may be."""
+    gradients, gets exact zeros where a query has one key. Not closer to exact than the order of a sum may be, whose
+    terms are those of the two sums whose difference a logit's gradient is."""
     (b, h, tq, d), (_, g, tk, _) = q.shape, k.shape
     out, lse = dense(q, k, v, mask, **options)
     scale = options.get("scale") or d**-0.5
@@ -74,17 +75,21 @@ def by_formula(
     p = torch.where(mask, ((q @ k.transpose(2, 3)) * scale - lse[..., None]).exp(), 0)
     delta = (grad * out).sum(-1) - (0 if grad_lse is None else grad_lse)
     ds = p * (grad @ v.transpose(2, 3) - delta[..., None]) * scale
+    squares = (grad * out).double().square().sum(-1) + (0 if grad_lse is None else grad_lse.double().square())
+    terms = p.double() * (spread(grad, v.transpose(2, 3)).square() + squares[..., None]).sqrt() * scale
 
     def of_group(x: Tensor) -> Tensor:
         """[B, H, Tq, n] of all heads that share one of k, as [B, G, heads of it * Tq, n]."""
         return x.reshape(b, g, h // g * tq, x.shape[3])
 
     factors = (
-        (ds, k), (of_group(ds).transpose(2, 3), of_group(q)), (of_group(p).transpose(2, 3), of_group(grad))
-    )  # fmt: skip
+        (ds, k, terms),
+        (of_group(ds).transpose(2, 3), of_group(q), of_group(terms).transpose(2, 3)),
+        (of_group(p).transpose(2, 3), of_group(grad), of_group(p).transpose(2, 3)),
+    )
     return [
-        no_luck((x @ w).view_as(wanted), wanted, spread(x, w).view_as(wanted), x.shape[-1])
-        for wanted, (x, w) in zip(exact, factors, strict=True)
+        no_luck((x @ w).view_as(wanted), wanted, spread(y, w).view_as(wanted), x.shape[-1])
+        for wanted, (x, w, y) in zip(exact, factors, strict=True)
     ]
 
 
@@ -100,13 +105,16 @@ def check(
     **options: Any,
 ) -> None:
     """Results, lse and gradients, also those that come through the lse."""
+    options = {"causal": True, **options}
     leaves = (q, k, v)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     usual = [x.detach() for x in leaves]
     wanted, plain = dense(*exact, mask, **options), dense(*usual, mask, **options)
     got = sparse_attention(q, k, v, selection, return_lse=True, path=path, **options)
     assert got[0].dtype is q.dtype and got[1].dtype is torch.promote_types(q.dtype, torch.float32)
-    assert_close(got[0], reference64=wanted[0], plain=plain[0], name="out")
+    # At least the root of the sum of the squares of probability times value.
+    magnitude = dense(*exact[:2], exact[2].square(), mask, **options)[0].sqrt()
+    assert_close(got[0], reference64=wanted[0], plain=plain[0], length=k.shape[2], magnitude=magnitude, name="out")
     # Plain PyTorch rounds the scores to the inputs' dtype before it sums. The sum is of the order of its largest score.
     scale, keys = options.get("scale") or q.shape[3] ** -0.5, k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     largest = spread(q, keys.transpose(2, 3)).amax(-1) * scale if k.numel() else 0
@@ -192,16 +200,16 @@ def test_more_queries_than_keys(tq: int, tk: int, device: torch.device, generato
     mask = random_mask((3, 1, tq, tk), 0.7, generator)
     selection, lengths = Selection.from_mask(mask), torch.tensor([tk, tk // 2, 0], device=device)
     check(q, k, v, selection, mask, generator, lengths=lengths)
-    out, lse = sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True)
+    out, lse = sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True, causal=True)
     (dq,) = torch.autograd.grad(out.sum(), q)
     for early in (out[:, :, : tq - tk], dq[:, :, : tq - tk], lse[:, :, : tq - tk].exp()):
         assert not early.any()
-    whole = sparse_attention(q, k, v, selection)
+    whole = sparse_attention(q, k, v, selection, causal=True)
     assert torch.equal(whole[0], out[0])
     if tq <= 16:
-        for options in ({}, {"lengths": lengths}):
-            expected = sparse_attention(q, k, v, selection, **options)
-            torch.testing.assert_close(sparse_decode(*(x.detach() for x in (q, k, v)), selection, **options), expected)
+        for options in ({"causal": True}, {"causal": True, "lengths": lengths}):
+            expected = sparse_attention(q, k, v, selection, path="tiles", **options)
+            torch.testing.assert_close(sparse_attention(q, k, v, selection, **options), expected)
 
 
 @pytest.mark.native
@@ -228,6 +236,16 @@ def test_any_shape(
         lengths = torch.tensor(lengths[:b], device=device).clamp(max=tk)
     selection = Selection.from_mask(mask)
     check(q, k, v, selection, mask, generator, path=path, causal=causal, lengths=lengths)
+
+
+@pytest.mark.native
+def test_results_of_one_element() -> None:
+    """Of which plain PyTorch's may be exact by luck."""
+    for seed in range(100):
+        generator = torch.Generator().manual_seed(seed)
+        q, k, v = inputs(1, 1, 1, 1, 8, 1, torch.float32, torch.device("cpu"), generator)
+        mask = random_mask((1, 1, 1, 8), 0.5, generator)
+        check(q, k, v, Selection.from_mask(mask), mask, generator, causal=False)
 
 
 @pytest.mark.parametrize("d", [3, 96, 256])
@@ -274,7 +292,7 @@ def test_lists_in_pieces(
     selection = Selection.from_mask(random_mask((2, 1, 200, 200), 0.1, generator))
 
     def results() -> tuple[Tensor, ...]:
-        out = sparse_attention(q, k, v, selection, path="lists")
+        out = sparse_attention(q, k, v, selection, path="lists", causal=True)
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
     whole = results()
@@ -296,7 +314,7 @@ def test_two_blocks_of_queries_a_program(
         mask = random_mask((2, 1, tq, 200), 0.2, generator)
         given = None if lengths is None else torch.tensor(lengths, device=device)
         options = {"lengths": given, "path": path, "return_lse": True}
-        got = sparse_attention(q, k, v, Selection.from_mask(mask), **options)
+        got = sparse_attention(q, k, v, Selection.from_mask(mask), **{"causal": True, **options})
         wanted = dense(q.double(), k.double(), v.double(), mask, lengths=given)
         torch.testing.assert_close(got[0].double(), wanted[0], rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(got[1].double(), wanted[1], rtol=1e-5, atol=1e-5)
@@ -308,7 +326,7 @@ def test_queries_without_keys(path: str, device: torch.device, generator: torch.
     mask = random_mask((1, 1, 200, 200), 0.3, generator)
     mask[:, :, 3:20], mask[:, :, 64:150] = False, False
     check(q, k, v, Selection.from_mask(mask), mask, generator, path=path)
-    out, lse = sparse_attention(q, k, v, Selection.from_mask(mask), return_lse=True, path=path)
+    out, lse = sparse_attention(q, k, v, Selection.from_mask(mask), return_lse=True, path=path, causal=True)
     dq = torch.autograd.grad(out.sum(), q)[0]
     for rows in (slice(3, 20), slice(64, 150)):
         assert not out[:, :, rows].any() and not dq[:, :, rows].any() and bool((lse[:, :, rows] == -math.inf).all())
@@ -337,7 +355,7 @@ def test_special_values(path: str, dtype: torch.dtype, device: torch.device, gen
     # Keys that nobody takes are never read.
     k[0, 0, 7], v[0, 0, 7], k[0, 0, 250], v[0, 0, 250] = math.nan, math.nan, math.inf, math.nan
     q, k, v = (x.requires_grad_() for x in (q, k, v))
-    out = sparse_attention(q, k, v, Selection.from_mask(mask), path=path)[0, 0]
+    out = sparse_attention(q, k, v, Selection.from_mask(mask), path=path, causal=True)[0, 0]
     for gradient in torch.autograd.grad(out.nan_to_num().sum(), (k, v)):
         assert not gradient[0, 0, [7, 250]].any()
     keep = visible(mask, 300, 300, True, None)[0, 0]
@@ -352,7 +370,7 @@ def test_autocast(device: torch.device, generator: torch.Generator) -> None:
     q, k, v = inputs(1, 2, 2, 70, 70, 16, torch.float32, device, generator)
     mask = random_mask((1, 1, 70, 70), 0.4, generator)
     with torch.autocast(device.type, torch.bfloat16):
-        out = sparse_attention(q, k, v, Selection.from_mask(mask))
+        out = sparse_attention(q, k, v, Selection.from_mask(mask), causal=True)
     assert out.dtype is torch.bfloat16
     rounded = [x.detach().bfloat16() for x in (q, k, v)]
     exact, plain = dense(*(x.double() for x in rounded), mask)[0], dense(*rounded, mask)[0]
@@ -367,7 +385,7 @@ def test_compiled(compiled: Any, device: torch.device, generator: torch.Generato
     selection = Selection.from_mask(random_mask((1, 1, 70, 70), 0.4, generator))
 
     def run(q: Tensor, k: Tensor, v: Tensor, selection: Selection) -> tuple[Tensor, Tensor]:
-        out, lse = sparse_attention(q * 1.5, k, v, selection, return_lse=True)
+        out, lse = sparse_attention(q * 1.5, k, v, selection, return_lse=True, causal=True)
         return out * 2, lse
 
     for a, b in zip(compiled(run)(q, k, v, selection), run(q, k, v, selection)):

@@ -17,14 +17,16 @@ def test_gradcheck(scopes: int, lengths: list[int] | None) -> None:
     leaves = [torch.randn(s, dtype=torch.float64, generator=generator, requires_grad=True) for s in shapes]
     mask = random_mask((1, scopes, 7, 9), 0.6, generator)
     mask[..., 0] = True
-    options = {"lengths": None if lengths is None else torch.tensor(lengths), "return_lse": True}
+    options = {"lengths": None if lengths is None else torch.tensor(lengths), "return_lse": True, "causal": True}
     selection = Selection.from_mask(mask)
     torch.autograd.gradcheck(lambda q, k, v: sparse_attention(q, k, v, selection, **options), leaves)
 
 
 def test_second_derivatives_are_refused(device: torch.device, generator: torch.Generator) -> None:
     q, k, v = inputs(1, 1, 1, 20, 20, 16, torch.float32, device, generator)
-    out = sparse_attention(q, k, v, Selection.from_mask(torch.ones(1, 20, 20, dtype=torch.bool, device=device)))
+    out = sparse_attention(
+        q, k, v, Selection.from_mask(torch.ones(1, 20, 20, dtype=torch.bool, device=device)), causal=True
+    )
     with pytest.raises(NotImplementedError, match=r"attention.sparse_attention: second derivatives .* create_graph"):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
@@ -36,7 +38,7 @@ def test_bitwise_reproducible(device: torch.device, generator: torch.Generator, 
     selection = random_selection(t, 40, device=device, generator=generator)
 
     def results() -> tuple[Tensor, ...]:
-        out = sparse_attention(q, k, v, selection)
+        out = sparse_attention(q, k, v, selection, causal=True)
         return out, *torch.autograd.grad(out.square().sum(), (q, k, v))
 
     first = results()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.attention import Selection, sparse_decode
+from gossamer.attention import Selection, sparse_attention
 from gossamer.testing import assert_close
 from tests.attention.test_sparse_attention import dense, inputs, random_mask
 
@@ -24,6 +24,7 @@ def paged(x: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Ten
     return pool, table
 
 
+@pytest.mark.parametrize("share", [4096, 16], ids=["lists of programs", "a list for all heads"])
 @pytest.mark.parametrize(
     "b, h, g, tq, tk, d, s",
     [
@@ -35,34 +36,44 @@ def paged(x: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Ten
     ],
 )
 def test_against_dense(
-    b: int, h: int, g: int, tq: int, tk: int, d: int, s: int, dtype: torch.dtype,
-    device: torch.device, generator: torch.Generator,
+    b: int, h: int, g: int, tq: int, tk: int, d: int, s: int, share: int, dtype: torch.dtype,
+    device: torch.device, generator: torch.Generator, mode: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    if mode != "cpu":
+        monkeypatch.setattr("gossamer.attention._triton.sparse_decode.SHARE", share)
     q, k, v = (x.detach() for x in inputs(b, h, g, tq, tk, d, dtype, device, generator))
     mask = random_mask((b, s, tq, tk), 0.3, generator)
     selection = Selection.from_mask(mask)
     lengths = torch.randint(1, tk + 1, (b,), device=device, generator=generator)
     pages, table = paged(torch.cat([k, v], 3), 16, generator)
-    for options in ({}, {"causal": False, "lengths": lengths}, {"scale": 0.3, "lengths": lengths.int()}):
+    scaled = {"causal": True, "scale": 0.3, "lengths": lengths.int()}
+    for options in ({"causal": True}, {"causal": False, "lengths": lengths}, scaled):
         exact, plain = (dense(*(x.to(t) for x in (q, k, v)), mask, **options) for t in (torch.float64, dtype))
         # At least the root of the sum of the squares of weight times value.
         magnitude = dense(q.double(), k.double(), v.double().square(), mask, **options)[0].sqrt()
         of_pages = (q, pages[..., :d], pages[..., d:], selection)
         for out, lse in (
-            sparse_decode(q, k, v, selection, return_lse=True, **options),
-            sparse_decode(*of_pages, page_table=table.int() if options else table, return_lse=True, **options),
+            sparse_attention(q, k, v, selection, return_lse=True, **options),
+            sparse_attention(
+                *of_pages, page_table=table.int() if "lengths" in options else table, return_lse=True, **options
+            ),
         ):
             assert_close(out, reference64=exact[0], plain=plain[0], length=tk, magnitude=magnitude, name="out")
             assert_close(lse.to(dtype), reference64=exact[1], plain=plain[1], name="lse")
 
 
-def test_many_chunks(device: torch.device, generator: torch.Generator, mode: str) -> None:
+@pytest.mark.parametrize("share", [4096, 16], ids=["lists of programs", "a list for all heads"])
+def test_many_chunks(
+    share: int, device: torch.device, generator: torch.Generator, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More chunks of keys than programs, of which some lists are empty and some long."""
+    if mode != "cpu":
+        monkeypatch.setattr("gossamer.attention._triton.sparse_decode.SHARE", share)
     tk = 9000
     q, k, v = (x.detach() for x in inputs(1, 4, 1, 2, tk, 16, torch.float32, device, generator))
     mask = torch.zeros(1, 1, 2, tk, dtype=torch.bool, device=device)
     mask[..., 0, 100:1500] = mask[..., 1, 3000:3010] = mask[..., 8990:] = True
-    out = sparse_decode(q, k, v, Selection.from_mask(mask))
+    out = sparse_attention(q, k, v, Selection.from_mask(mask), causal=True)
     exact, plain = (dense(*(x.to(t) for x in (q, k, v)), mask)[0] for t in (torch.float64, torch.float32))
     assert_close(out, reference64=exact, plain=plain)
 
@@ -78,7 +89,7 @@ def test_a_page_outside_of_the_pool(page: int, device: torch.device, mode: str) 
     options = {"causal": False, "lengths": torch.tensor([45], device=device)}
     unused = torch.tensor([[3, 8, page]], device=device)
     assert (
-        sparse_decode(*given, page_table=unused, causal=False, lengths=torch.tensor([40], device=device))
+        sparse_attention(*given, page_table=unused, causal=False, lengths=torch.tensor([40], device=device))
         .isfinite()
         .all()
     )
@@ -86,27 +97,28 @@ def test_a_page_outside_of_the_pool(page: int, device: torch.device, mode: str) 
         with pytest.raises(
             ValueError, match=rf"page_table must name pages in \[0, P\) with P = 9 .* got {min(page, 3)}"
         ):
-            sparse_decode(*given, page_table=unused, **options)
+            sparse_attention(*given, page_table=unused, **options)
     else:
-        out = sparse_decode(*given, page_table=unused, **options)
+        out = sparse_attention(*given, page_table=unused, **options)
         assert out[:, :, 0].isfinite().all() and out[:, :, 1].isnan().all()
 
 
 @pytest.mark.parametrize(
     "change, error, message",
     [
-        ({"tq": 17}, ValueError, "q must have at most 16 queries, got 17. Use attention.sparse_attention"),
+        ({"tq": 17}, ValueError, "with page_table, q must have at most 16 queries, got 17. Give k and v in one piece"),
         ({"page_table": torch.zeros(1, 2)}, TypeError, "page_table must be int32 or int64, got float32"),
         ({"page_table": torch.zeros(1, 2).long()}, ValueError, r"page_table must have shape \[B, n\] .* the Tk = 40 "),
         ({"page_table": torch.zeros(1, 3).long(), "size": 12}, ValueError, "page_size being a power of two, got"),
-        ({"grad": True}, NotImplementedError, "gradients are not implemented. Use attention.sparse_attention"),
+        ({"grad": True}, NotImplementedError, "gradients are not implemented with page_table. Give k and v in one"),
+        ({"indexer": ()}, NotImplementedError, "gradients are not implemented with page_table"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    tq, table = change.get("tq", 1), change.get("page_table")
+    tq, table = change.get("tq", 1), change.get("page_table", torch.zeros(1, 3).long())
     q = torch.ones(1, 2, tq, 8, requires_grad=change.get("grad", False))
-    cache = torch.ones(1, 2, 40, 8) if table is None else torch.ones(4, change.get("size", 16), 2, 8)
+    pool = torch.ones(4, change.get("size", 16), 2, 8)
     selection = Selection.from_mask(torch.ones(1, tq, 40, dtype=torch.bool))
-    with pytest.raises(error, match=f"attention.sparse_decode: .*{message}"):
-        sparse_decode(q, cache, cache, selection, page_table=table)
+    with pytest.raises(error, match=f"attention.sparse_attention: .*{message}"):
+        sparse_attention(q, pool, pool, selection, page_table=table, indexer=change.get("indexer"))

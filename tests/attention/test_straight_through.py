@@ -68,7 +68,8 @@ def test_against_dense(
         options = {"scale": 0.3, "lengths": torch.randint(t // 2, t + 1, (b,), device=device, generator=generator)}
     towards = torch.randn(leaves[0].shape, device=device, generator=generator).to(dtype)
     selection = Selection.from_mask(mask)
-    out, lse = sparse_attention(*leaves[:3], selection, indexer=tuple(leaves[3:]), return_lse=True, **options)
+    given = {"indexer": tuple(leaves[3:]), "return_lse": True, "causal": True}
+    out, lse = sparse_attention(*leaves[:3], selection, **given, **options)
     exact = [x.detach().double().requires_grad_() for x in leaves]
     wanted_out, wanted_lse, _ = dense(*exact, mask, **options)
     of_lse = 0.5 if through_lse else 0.0
@@ -87,15 +88,15 @@ def test_against_dense(
 def test_nothing_else_changes(device: torch.device, generator: torch.Generator) -> None:
     leaves = operands(1, 2, 1, 70, 16, 2, 16, torch.float32, device, generator)
     q, k, v, *indexer = leaves
-    selection = select_topk(*indexer, k=9)
-    plain = sparse_attention(q, k, v, selection, return_lse=True)
-    through = sparse_attention(q, k, v, selection, return_lse=True, indexer=tuple(indexer))
+    selection = select_topk(*indexer, k=9, causal=True)
+    plain = sparse_attention(q, k, v, selection, return_lse=True, causal=True)
+    through = sparse_attention(q, k, v, selection, return_lse=True, indexer=tuple(indexer), causal=True)
     for a, b in zip(plain, through):
         assert torch.equal(a, b)
     for a, b in zip(*(torch.autograd.grad(x[0].square().sum(), (q, k, v)) for x in (plain, through))):
         assert torch.equal(a, b)
     frozen = tuple(x.detach() for x in indexer)
-    sparse_attention(q, k, v, selection, indexer=frozen).sum().backward()
+    sparse_attention(q, k, v, selection, indexer=frozen, causal=True).sum().backward()
     assert q.grad is not None and all(x.grad is None for x in indexer)
 
 
@@ -104,7 +105,7 @@ def test_gradient_of_the_scores_alone(device: torch.device, generator: torch.Gen
     """A step against the gradient of the scores lowers what is summed, if the scores do enter the logits."""
     leaves = operands(1, 1, 1, 30, 8, 2, 8, torch.float64, torch.device("cpu"), torch.Generator().manual_seed(0))
     mask = torch.ones(1, 30, 30, dtype=torch.bool)
-    out = sparse_attention(*leaves[:3], Selection.from_mask(mask), indexer=tuple(leaves[3:]))
+    out = sparse_attention(*leaves[:3], Selection.from_mask(mask), indexer=tuple(leaves[3:]), causal=True)
     grads = torch.autograd.grad(out.sum(), leaves[3:])
     wanted = torch.autograd.grad(dense(*leaves, mask)[0].sum(), leaves[3:])
     for a, b in zip(grads, wanted):
@@ -117,11 +118,11 @@ def test_errors() -> None:
     q, k, v, *indexer = leaves
     selection = Selection.from_mask(torch.ones(1, 5, 5, dtype=torch.bool))
     with pytest.raises(TypeError, match=r"indexer must be \(q_idx, k_idx, w, bias\), got list"):
-        sparse_attention(q, k, v, selection, indexer=indexer)  # type: ignore[call-overload]
+        sparse_attention(q, k, v, selection, indexer=indexer, causal=True)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"w must have shape \[B, Tq, Hi\] = \[1, 5, 2\] like q_idx"):
-        sparse_attention(q, k, v, selection, indexer=(*indexer[:2], indexer[2][:, :4], indexer[3]))
+        sparse_attention(q, k, v, selection, indexer=(*indexer[:2], indexer[2][:, :4], indexer[3]), causal=True)
     with pytest.raises(TypeError, match="q_idx and k_idx must have the dtype of q, float32, got float16"):
-        sparse_attention(q, k, v, selection, indexer=(indexer[0].half(), *indexer[1:]))
+        sparse_attention(q, k, v, selection, indexer=(indexer[0].half(), *indexer[1:]), causal=True)
     many = Selection.from_mask(torch.ones(1, 2, 5, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="selection must have one scope and as many keys as queries, 5, got 2 and 5"):
-        sparse_attention(q, k, v, many, indexer=tuple(indexer))
+        sparse_attention(q, k, v, many, indexer=tuple(indexer), causal=True)

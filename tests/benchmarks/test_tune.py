@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks import tune
-from benchmarks.sae import tune_encode, tune_topk
+from benchmarks.sae import tune_topk
 
 pytestmark = [pytest.mark.native, pytest.mark.skipif(tune.DEVICE.type == "cuda", reason="small sizes, for a CPU")]
 
@@ -44,7 +44,7 @@ def test_only_what_is_right_is_timed(capsys: pytest.CaptureFixture[str]) -> None
 
 def test_results_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
-    results = tune.Results(tune_encode.__file__)
+    results = tune.Results(tune_topk.__file__)
     capsys.readouterr()
     results.add("shape", {"slow": 8.0, "fast": 2.0, "between": 4.0}, best=2, against="slow")
     results.note("shape", rows=7)
@@ -53,15 +53,13 @@ def test_results_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
         ["shape"], ["fast", "2.0", "us", "4.000", "x", "slow"], ["between", "4.0", "us", "2.000", "x", "slow"]
     ]  # fmt: skip
     results.keep(["--parts"])
-    record = json.loads((tmp_path / "tune-encode.json").read_text())
+    record = json.loads((tmp_path / "tune-topk.json").read_text())
     assert record["microseconds"] == {"shape": {"slow": 8.0, "fast": 2.0, "between": 4.0, "rows": 7}}
-    assert record["command"] == "python -m benchmarks.sae.tune_encode --parts" and record["device"]["type"] == "cpu"
+    assert record["command"] == "python -m benchmarks.sae.tune_topk --parts" and record["device"]["type"] == "cpu"
 
 
 def test_small_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OUT", str(tmp_path))
-    tune_encode.main(tune_encode.SMALL)
     tune_topk.main(tune_topk.SMALL, parts=False)
-    for name, script in (("tune-encode", tune_encode), ("tune-topk", tune_topk)):
-        found = json.loads((tmp_path / f"{name}.json").read_text())["microseconds"]
-        assert len(found) >= len(script.SMALL) and all(value >= 0 for row in found.values() for value in row.values())
+    found = json.loads((tmp_path / "tune-topk.json").read_text())["microseconds"]
+    assert len(found) >= len(tune_topk.SMALL) and all(value >= 0 for row in found.values() for value in row.values())

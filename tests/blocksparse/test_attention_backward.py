@@ -55,7 +55,7 @@ def test_mask_and_bias_in_two_forms(dtype: torch.dtype, device: torch.device) ->
     other = bias.clone().requires_grad_()
     (theirs,) = torch.autograd.grad(attention(*given[:3], layout, mask=mask, bias=other), other, given[3])
     torch.testing.assert_close(ours, theirs)
-    with pytest.raises(ValueError, match=r"bias must be the same wherever layout is, .* for a layout of"):
+    with pytest.raises(ValueError, match=r"bias.s leading dimensions must broadcast to those of layout"):
         attention(*given[:3], layout, mask=mask_blocks, bias=bias.repeat(1, 2, 1, 1))
 
 

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from gossamer import blocksparse
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense
-from gossamer.blocksparse.fill_outside import fill_outside
 from gossamer.blocksparse.lists import lost
+from gossamer.blocksparse.rows import fill_outside
 from tests.blocksparse.blocks import native
 
 FUNCTIONS = {

@@ -415,7 +415,7 @@ def test_more_than_2_to_the_31_elements() -> None:
         (
             lambda a, x: matmul(x.expand(3, 32, 32), x, Layout.full((2, 2, 2), 16)),
             ValueError,
-            r"a must have leading dimensions that broadcast to \[2\] like the layouts, got \[3\]",
+            r"a's leading dimensions must broadcast to those of the layouts, \[2\], got \[3\]",
         ),
     ],
 )

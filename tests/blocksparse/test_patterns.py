@@ -74,14 +74,15 @@ PATTERNS = {
 def test_the_host_counts_the_blocks(
     size, block, name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The capacity is the number of blocks, and nothing asks the device."""
+    """The capacity is the number of blocks, and nothing asks the device: the host counts on a copy of its own, once."""
 
-    def asked(*_):
+    def asked(tensor: Tensor, *_):
         raise AssertionError("the device was asked")
 
+    assert PATTERNS[name](size, block, device="cpu").device.type == "cpu"
     with monkeypatch.context() as patch:
-        patch.setattr(Tensor, "__int__", asked)
-        patch.setattr(Tensor, "item", asked)
+        for question in ("__int__", "__bool__", "item", "tolist"):
+            patch.setattr(Tensor, question, asked)
         layout = PATTERNS[name](size, block, device=device)
     count = int(layout.to_dense().sum())
     assert layout.capacity == max(count, 1) and layout.filled == (count > 0) and not layout.overflowed

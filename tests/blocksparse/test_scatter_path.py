@@ -12,63 +12,67 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, scatter
-from gossamer.blocksparse.scatter_path import path_for
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, indexed, scatter
+from gossamer.blocksparse.indexed import choose_path
+from gossamer.blocksparse.lists import Form
+from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
 from tests.blocksparse.test_capture import follows
 from tests.blocksparse.test_scatter_reduce import REDUCTIONS, expected
 
-HALF, FLOAT, WHOLE = torch.bfloat16, torch.float32, torch.int64
 MILLION = 1 << 20
 
 
 @pytest.mark.native
 @pytest.mark.parametrize(
-    "axis, size, reduce, src, out, entries, elements, path",
+    "axis, entries, elements, given, path",
     [
-        (1, (2048, 2048), "sum", HALF, HALF, 8 * MILLION, 16 * MILLION, "transposed"),
-        (1, (8192, 8192), "amax", FLOAT, FLOAT, 128 * MILLION, 512 * MILLION, "transposed"),
-        (1, (8192, 8192), "sum", HALF, FLOAT, 32 * MILLION, 256 * MILLION, "transposed"),  # of a mean
-        (1, (16384, 70000), "prod", FLOAT, FLOAT, 8 * MILLION, 8 * MILLION, "transposed"),
-        (1, (1024, 1024), "sum", HALF, HALF, 4 * MILLION, 4 * MILLION, "lines"),  # few entries
-        (1, (8192, 8192), "sum", HALF, HALF, 6 * MILLION - 1, 6 * MILLION, "lines"),
-        (1, (8192, 8192), "sum", FLOAT, FLOAT, 8 * MILLION, 512 * MILLION, "lines"),  # much more of all else
-        (1, (16385, 64), "sum", HALF, HALF, 8 * MILLION, 8 * MILLION, "lines"),  # columns that are too long
-        (1, (2048, 2048), "last", HALF, HALF, 8 * MILLION, 8 * MILLION, "lines"),
-        (1, (2048, 2048), "amax", WHOLE, WHOLE, 8 * MILLION, 8 * MILLION, "lines"),
-        (1, (2048, 2048), "sum", None, torch.int32, 8 * MILLION, 8 * MILLION, "lines"),  # counts
-        (2, (70000, 16384), "sum", HALF, FLOAT, 1, 1, "shared"),
-        (2, (64, 16385), "sum", HALF, HALF, 8 * MILLION, 8 * MILLION, "lines"),
-        (2, (64, 64), "last", HALF, HALF, 1, 1, "lines"),
-        (2, (64, 64), "amax", WHOLE, WHOLE, 1, 1, "lines"),
-        (2, (64, 64), "sum", None, torch.int32, 1, 1, "lines"),
-        (0, (2048, 2048), "sum", HALF, HALF, 8 * MILLION, 8 * MILLION, "matrices"),
+        (1, 8 * MILLION, 8 * MILLION, True, "transposed"),
+        (1, 8 * MILLION, 32 * MILLION, False, "transposed"),
+        (1, 8 * MILLION, 32 * MILLION, True, "lines"),  # much more of all else
+        (1, 6 * MILLION - (1 << 12), MILLION, False, "lines"),  # few entries
+        (0, 8 * MILLION, 8 * MILLION, True, "matrices"),
     ],
 )
-def test_which_way(
-    axis: int, size: tuple[int, int], reduce: str, src, out, entries: int, elements: int, path: str,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    """Columns of floats on Hopper, where there are entries enough, and not many more elements of input and result."""
-    device = torch.device("cuda", 0)
+def test_which_way(axis: int, entries: int, elements: int, given: bool, path: str) -> None:
+    index, values = (torch.empty(count >> 12, 64, 64, device="meta") for count in (entries, elements))
+    form = Form(1, 1, 1, 64, 64, 64, 64, values.shape[0])
+    layout = torch.empty(0, device="meta")
+    call = BlocksparseScatterReduce(
+        values if given else None, index, index, layout, form, layout, form, Axis(axis), "sum", True, torch.float32
+    )
+    assert choose_path(call) == path
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "n, reduce, src, out, path",
+    [
+        (16384, "sum", torch.bfloat16, torch.float32, "shared"),
+        (16385, "sum", torch.float32, torch.float32, "lines"),
+        (64, "last", torch.float32, torch.float32, "lines"),
+        (64, "amax", torch.int64, torch.int64, "lines"),
+        (64, "sum", None, torch.int32, "lines"),  # counts
+    ],
+)
+def test_rows_on_hopper(n: int, reduce: str, src, out, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: True)
-    monkeypatch.setattr("gossamer.blocksparse.scatter_path.INTERPRET", False)
-    assert path_for(axis, size, reduce, src, out, device, entries, elements) == path
+    index, layout = torch.empty(1, 64, 64, device="meta"), torch.empty(0, device="meta")
+    form = Form(1, 1, 257, 64, 64, 64, n, 1)
+    given = None if src is None else index.to(src)
+    call = BlocksparseScatterReduce(None, given, index, layout, form, layout, form, Axis(2), reduce, True, out)
+    assert choose_path(call) == path
     monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: False)
-    without = {"transposed": "lines", "shared": "lines"}.get(path, path)
-    assert path_for(axis, size, reduce, src, out, device, entries, elements) == without
+    assert choose_path(call) == "lines"
 
 
 @contextmanager
 def columns_go(path: str):
-    """Any call along columns goes this way, and others where they would."""
-
-    def choose(axis: int, *given: Any) -> str:
-        return path if axis == 1 else path_for(axis, *given)
-
+    """Any call along columns goes this way."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("gossamer.blocksparse.scatter_path.path_for", choose)
+        patch.setattr(indexed, "LEAST", 0 if path == "transposed" else 1 << 62)
+        patch.setattr(indexed, "MOST", 1 << 62)
         yield
 
 
@@ -176,7 +180,7 @@ def test_capture(reduce: str, device: torch.device) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("dim", [-1, -2])
 def test_more_than_2_to_the_31_elements(dim: int) -> None:
-    """Lines so short that Hopper takes "shared" and "transposed": all of the last block goes to its last place."""
+    """Columns are transposed: all of the last block goes to its last place."""
     device = torch.device("cuda")
     last_place(Layout.full((9, 128, 128), 128, device=device), dim)
 

@@ -135,14 +135,14 @@ def test_steps_follow_the_average(device: torch.device) -> None:
     from gossamer.blocksparse._triton.softmax import LONGEST, SHORT, STEP, tile_of
 
     meta, warps = tile_of(64, 64, 8192, 8192, 512, 132, 2)
-    assert (meta["BLOCK_M"], meta["BLOCK_N"], meta["LINES"], meta["ONCE"], warps) == (2, 8192, 8, True, 8)
+    assert (meta["TILE"], meta["LINES"], meta["ONCE"], warps) == ((2, 8192), 8, True, 8)
     meta, warps = tile_of(64, 64, 8192, 8192, 512, 132, 4)
-    assert (meta["BLOCK_M"], meta["LINES"], warps) == (1, 8, 8)
+    assert (meta["TILE"][0], meta["LINES"], warps) == (1, 8, 8)
     meta, warps = tile_of(64, 64, 8192, 2048, 8, 132, 2)
-    assert (meta["BLOCK_M"], meta["BLOCK_N"], meta["LINES"], meta["ONCE"], warps) == (1, 4096, 1, False, 4)
-    assert tile_of(16, 16, 8192, 0, 4, 1, 2)[0]["BLOCK_N"] == SHORT
-    assert tile_of(16, 16, 64, 0, 4, 1, 2)[0]["BLOCK_N"] == 64
-    assert tile_of(64, 64, 4 * LONGEST, LONGEST, 4, 1, 2)[0]["BLOCK_N"] == STEP
+    assert (meta["TILE"], meta["LINES"], meta["ONCE"], warps) == ((1, 4096), 1, False, 4)
+    assert tile_of(16, 16, 8192, 0, 4, 1, 2)[0]["TILE"][1] == SHORT
+    assert tile_of(16, 16, 64, 0, 4, 1, 2)[0]["TILE"][1] == 64
+    assert tile_of(64, 64, 4 * LONGEST, LONGEST, 4, 1, 2)[0]["TILE"][1] == STEP
 
 
 @pytest.mark.gpu

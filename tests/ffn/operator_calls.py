@@ -23,6 +23,6 @@ def calls(device: torch.device) -> None:
         leaves = [t.requires_grad_() for t in (x, gate, up, down)]
         bias = torch.rand(36, device=device).requires_grad_()
         weights = (leaves[0], leaves[1], bias, None, *((leaves[2], bias) if gated else (None, None)), leaves[3])
-        out, l1, *_ = sparse_training(SparseTraining(*weights, None, True, 36, 216, 256))
+        out, l1, *_ = sparse_training(SparseTraining(*weights, None, True, 36, 216, 256, 16))
         (out.sum() + l1).backward(retain_graph=True)
         out.sum().backward()

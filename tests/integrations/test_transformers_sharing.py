@@ -157,7 +157,7 @@ def test_an_indexer_learns_from_all_its_layers(stage: str, device: torch.device)
         q, k, *_ = layer.project(*seen[layer.layer_idx], indexer=False)
         index = first.index(seen[first.layer_idx][0])
         selection = first.select(*index) if stage == "sparse" else None
-        losses.append(attention.indexer_loss(q, k, *index, first.indexer.idx_bias, selection=selection))
+        losses.append(attention.indexer_loss(q, k, *index, first.indexer.idx_bias, selection=selection, causal=True))
     wanted = torch.stack(losses).mean()
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
     for grad, expected in zip(got, torch.autograd.grad(wanted, parameters), strict=True):

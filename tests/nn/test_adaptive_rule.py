@@ -67,7 +67,7 @@ def test_the_usual_variance_is_that_of_scores(granularity: int, device: torch.de
         module(x)
     module.calibrate(x)
     q, k, w = module.index(x)
-    scores = indexer_scores(q, k, w, module.indexer.idx_bias).double()
+    scores = indexer_scores(q, k, w, module.indexer.idx_bias, causal=True).double()
     found = [
         torch.stack([part.max() for part in row[: t + 1].split(granularity)]).var()
         for b, t in torch.cartesian_prod(torch.arange(2), torch.arange(8, 70)).tolist()

@@ -180,7 +180,7 @@ def test_straight_through(granularity: int, device: torch.device) -> None:
     wide = copy.deepcopy(module).cpu().double()
     taken = module.select(*module.index(x)).to_mask().cpu()
     q, k, v, gate, (q_idx, k_idx, w) = wide.project(x.cpu().double())
-    scores = attention.indexer_scores(q_idx, k_idx, w, wide.indexer.idx_bias)[:, None]
+    scores = attention.indexer_scores(q_idx, k_idx, w, wide.indexer.idx_bias, causal=True)[:, None]
     logits = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 16**-0.5
     logits = (logits + (scores - scores.detach()).where(taken, 0)).masked_fill(~taken, -torch.inf)
     wanted = wide.finish(logits.softmax(-1) @ v.repeat_interleave(2, 1), gate)
@@ -312,7 +312,7 @@ def test_a_published_network_of_the_learned_rule_loads(device: torch.device) -> 
     module.load_state_dict({**published(rest), **added}, strict=True)
     x = torch.randn(2, 90, 64, device=device)
     numbers = module.numbers_of_keys(x)
-    scores = attention.indexer_scores(*module.index(x), module.indexer.idx_bias).double()
+    scores = attention.indexer_scores(*module.index(x), module.indexer.idx_bias, causal=True).double()
     for query in (30, 89):
         row = scores[0, query, : query + 1]
         wanted = 4 + 60 * network.double()(torch.stack([row.mean(), row.std(), row.max()]).cpu()).item()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gossamer import ffn, nn, sae
+from gossamer import ffn, nn
 from gossamer.rowsparse import Density, DensityTracker
 
 
@@ -139,7 +139,6 @@ def test_a_way_that_no_call_goes_is_not_pinned(device: torch.device) -> None:
     model.density.pinned = "Dense"
     for call, ways in (
         (lambda: model(x), "sparse, dense"),
-        (lambda: sae.encode(x, W, density=DensityTracker(pinned="Dense")), r"\w+"),
         (lambda: ffn.gated(x, W, W, W, density=ffn.BlockTracker(pinned="Dense")), "gather, fused, dense"),
     ):
         with pytest.raises(ValueError, match=f"pinned must be None or name a way .* go, {ways}, got 'Dense'"):

@@ -1,17 +1,19 @@
-"""Which way products of rows go, by what the host knows: cases of the sweep on an H200, and on an H100."""
+"""The rule by which products of rows go dense, by what the host knows: measured cases of an H200, and monotony."""
 
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gossamer._core import tuning
 from gossamer.rowsparse.matmul_path import (
     LEAST,
+    break_even,
     choose_path,
     choose_sampled_path,
-    entry_seconds,
+    dense_is_faster,
     gather_tile,
     rows_at_once,
 )
@@ -19,8 +21,8 @@ from gossamer.rowsparse.matmul_path import (
 pytestmark = pytest.mark.usefixtures("h200")
 
 
-def on_gpu(*shape: int, dtype: torch.dtype) -> Any:
-    """What the choice reads of a tensor."""
+def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
+    """A stand-in for a tensor on a GPU, with the properties that the choice reads."""
     sizes = {"shape": shape, "dim": lambda: len(shape), "element_size": lambda: dtype.itemsize}
     return SimpleNamespace(is_cuda=True, device=torch.device("cuda", 99), **sizes)
 
@@ -28,52 +30,32 @@ def on_gpu(*shape: int, dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize(
     "operator, m, n, d, slots, may_overflow, dtype, path",
     [
-        # Measured in microseconds, gathered and dense: 16,441 and 701.
-        ("matmul", 8482, 6978, 673, 6978, False, torch.float16, "dense"),
-        # 9,113 and 1,183, with 3,991 entries in 7,982 slots.
-        ("matmul", 11747, 14334, 391, 7982, True, torch.float16, "dense"),
-        # 413 and 22.
-        ("matmul", 1121, 2981, 145, 2981, False, torch.bfloat16, "dense"),
-        # 2,568 and 100: rows of 21,655.
+        # The comments have the microseconds of gathering and of the dense product: 2,568 and 100.
         ("matmul", 119, 47270, 929, 43310, True, torch.float16, "dense"),
-        # 50 and 2,255.
+        # 50 and 2,255; 747 and 1,071, in slots that are half full; 184 and 1,098; 3 and 9 of a launch or two.
         ("matmul", 4503, 27137, 1346, 16, True, torch.float16, "gather"),
-        # 747 and 1,071, in slots that are half full.
         ("matmul", 4891, 3810, 1211, 538, True, torch.float32, "gather"),
-        # 184 and 1,098.
         ("matmul", 18952, 2733, 1466, 10, True, torch.bfloat16, "gather"),
-        # 3 and 9 of a launch or two.
         ("matmul", 9, 898, 72, 2, True, torch.bfloat16, "gather"),
-        # TopK of an SAE.
+        # TopK of an SAE, and the slots that `pack` gives by default.
         ("matmul", 4096, 65536, 2304, 64, False, torch.bfloat16, "gather"),
         ("matmul", 4096, 65536, 2304, 8192, False, torch.bfloat16, "dense"),
-        # What `pack` gives by default.
         ("matmul", 4096, 65536, 2304, 1024, True, torch.bfloat16, "gather"),
-        # 20 and 6; 203 and 175, of as many programs; 20 and 9; 801 and 360.
-        ("matmul", 7959, 65, 85, 26, True, torch.bfloat16, "dense"),
-        ("matmul", 3937, 500, 8136, 14, True, torch.bfloat16, "dense"),
+        # 20 and 9; 801 and 360; 21 and 48.
         ("matmul", 2, 3378, 229, 1104, True, torch.float32, "dense"),
         ("matmul", 5742, 32452, 75, 9844, True, torch.bfloat16, "dense"),
-        # 21 and 48; 363 and 724.
         ("matmul", 2076, 1469, 166, 124, True, torch.float32, "gather"),
-        ("matmul", 6179, 442, 5808, 10, True, torch.float32, "gather"),
         ("matmul", 0, 65536, 2304, 8192, False, torch.bfloat16, "gather"),
         ("matmul", 4096, 0, 2304, 0, False, torch.bfloat16, "gather"),
         ("matmul", 4096, 65536, 0, 8192, False, torch.bfloat16, "gather"),
-        # 118,112 and 6,986; 516 and 51.
+        # 118,112 and 6,986; 85 and 10; 528 and 236.
         ("sampled_matmul", 10597, 17559, 2246, 16384, True, torch.float16, "dense"),
-        ("sampled_matmul", 3240, 399, 1147, 399, False, torch.float16, "dense"),
-        # 85 and 10; 528 and 236; 17 and 5, all of launches; 76 and 29.
         ("sampled_matmul", 912, 1708, 140, 1024, True, torch.bfloat16, "dense"),
         ("sampled_matmul", 18570, 3261, 161, 256, True, torch.float16, "dense"),
-        ("sampled_matmul", 1, 353, 1728, 128, True, torch.float32, "dense"),
-        ("sampled_matmul", 16, 12728, 1990, 8192, True, torch.float16, "dense"),
-        # 169 and 606; 50 and 80.
+        # 169 and 606; 50 and 80; 507 and 1,522; 14 and 94.
         ("sampled_matmul", 3962, 52784, 119, 512, True, torch.bfloat16, "gather"),
         ("sampled_matmul", 92, 2979, 4363, 256, True, torch.float32, "gather"),
-        # 507 and 1,522; 109 and 1,134; 14 and 94.
         ("sampled_matmul", 6750, 11028, 1145, 256, True, torch.float16, "gather"),
-        ("sampled_matmul", 1079, 21331, 2176, 128, True, torch.float16, "gather"),
         ("sampled_matmul", 26, 45575, 911, 128, True, torch.float32, "gather"),
         ("sampled_matmul", 0, 4, 4, 4, False, torch.float32, "gather"),
     ],
@@ -89,42 +71,37 @@ def test_choice(
         assert choose_sampled_path(x, indices, may_overflow, weight) == path
 
 
-@pytest.mark.parametrize(
-    "operator, m, n, d, slots, dtype, path",
-    [
-        # Products of odd rows, 31 and 65 us; gathered it is 77 and 201. 4, of 13 with programs that have little to do.
-        ("sampled_matmul", 16, 12728, 1990, 8192, torch.float16, "dense"),
-        ("matmul", 72, 108738, 402, 3740, torch.float16, "dense"),
-        ("sampled_matmul", 10, 17920, 88, 4096, torch.bfloat16, "dense"),
-        # 88 and 205; 14 and 23; 8 and 27, a single row.
-        ("matmul", 19, 62161, 2482, 3498, torch.float16, "gather"),
-        ("sampled_matmul", 1432, 4677, 97, 128, torch.float16, "gather"),
-        ("sampled_matmul", 1, 87511, 290, 1024, torch.float16, "gather"),
-    ],
-)
-def test_choice_on_an_h100(
-    operator: str, m: int, n: int, d: int, slots: int, dtype: torch.dtype, path: str, monkeypatch: pytest.MonkeyPatch
+@given(st.integers(0, 40000), st.integers(1, 131072), st.integers(0, 8192), st.booleans(), st.booleans(), st.data())
+def test_more_entries_never_go_back_to_gathering(
+    m: int, n: int, d: int, half: bool, packed: bool, data: st.DataObject
 ) -> None:
-    monkeypatch.setattr(tuning, "rates", lambda index: tuning.Rates(3.0e12, 5.0e12, 45e12, 330e12, 650e12, 132, False))
-    weight = SimpleNamespace(**(vars(on_gpu(n, d, dtype=dtype)) | {"device": torch.device("cuda", 98)}))
-    if operator == "matmul":
-        assert choose_path(on_gpu(m * slots, dtype=dtype), m, True, weight) == path
-    else:
-        x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m * slots, dtype=torch.int32)
-        x.device = weight.device
-        assert choose_sampled_path(x, indices, True, weight) == path
+    weight = on_gpu(n, d, dtype=torch.bfloat16 if half else torch.float32)
+    few, many = sorted(data.draw(st.tuples(st.floats(0, n), st.floats(0, n))))
+    less, more = (dense_is_faster(m, n, d, nnz, weight, packed=packed) for nnz in (few, many))
+    assert more >= less
+    # Rows that are stored densely are not unpacked first.
+    assert dense_is_faster(m, n, d, few, weight, packed=False) >= dense_is_faster(m, n, d, few, weight)
+
+
+@pytest.mark.parametrize("m, d", [(0, 768), (5, 0), (0, 0), (4096, 2304)])
+@pytest.mark.parametrize("kind", ["cpu", "cuda"])
+def test_break_even(kind: str, m: int, d: int) -> None:
+    """No row or column divides by nothing; at the break-even gathering is ahead by more than half."""
+    weight = on_gpu(65536, d)
+    weight.device = torch.device(kind, 99)
+    limit = break_even(m, 65536, d, weight)
+    assert 32 <= limit <= 65536
+    if m and d and kind == "cuda":
+        assert not dense_is_faster(m, 65536, d, 2 * limit, weight)
+        assert dense_is_faster(m, 65536, d, 4 * limit, weight)
 
 
 def test_tiles_are_tall_where_programs_are_few() -> None:
-    """By rows, and by how many programs a row is; an entry of a single row takes a part of a step."""
+    """By rows, and by how many programs a row is."""
     assert gather_tile(748, 107, 2) == gather_tile(1, 768, 2) == {"BLOCK_E": 32, "BLOCK_D": 64}
     assert gather_tile(200, 4096, 4) == gather_tile(256, 2304, 4) == {"BLOCK_E": 16, "BLOCK_D": 32}
     assert gather_tile(473, 4255, 4) == {"BLOCK_E": 4, "BLOCK_D": 128}
     assert gather_tile(748, 2304, 2) == gather_tile(2048, 107, 2) == {"BLOCK_E": 4, "BLOCK_D": 256}
-    assert entry_seconds(1, 470, 4, 99) == pytest.approx(1e-6 / 32)
-    # Rows that begin off 16 bytes, and rows that begin on them.
-    assert entry_seconds(8482, 673, 2, 99) == pytest.approx(8482 * 768 * 2 / (0.9 * 5.5e12))
-    assert entry_seconds(8482, 672, 2, 99) == pytest.approx(8482 * 768 * 2 / (1.4 * 5.5e12))
 
 
 def test_a_cpu_gathers() -> None:

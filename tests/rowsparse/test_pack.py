@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gossamer import gemm, sae
 from gossamer.rowsparse import Rows, pack
 from gossamer.rowsparse.pack import check_capacity
 from gossamer.testing import assert_exact, dense64, random_rows
@@ -158,6 +159,22 @@ def test_deterministic(dtype: torch.dtype, device: torch.device, generator: torc
 def test_errors(call, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_slots_that_no_key_could_name_are_refused(device: torch.device) -> None:
+    """2^32 slots or more, by every function that gives rows slots. Expanded tensors take no memory."""
+    m, n = 1 << 26, 64
+    many, weight = torch.zeros(1, 1, device=device).expand(m, n), torch.zeros(n, n, device=device)
+    calls = {
+        "rowsparse.pack": lambda: pack(many, capacity=n),
+        "sae.encode": lambda: sae.encode(many, weight, capacity=n),
+        "gemm.linear_pack": lambda: gemm.linear_pack(many, weight, capacity=n),
+    }
+    for name, call in calls.items():
+        with pytest.raises(ValueError, match=rf"{name}: .* fewer than 2\^32, got 67108864 rows of 64"):
+            call()
+    with pytest.raises(ValueError, match=r"sae.encode: .* fewer than 2\^32, got 67108864 rows of 64"):
+        sae.encode(many, weight, None, gemm.TopK(n))
 
 
 @pytest.mark.gpu

@@ -67,7 +67,7 @@ def check_path(path: str, m: int, n: int, capacity: int, jump: bool, generator: 
     """ReLU or JumpReLU of [m, n] goes that way, and comes out right."""
     # Whole numbers: pre-activations are exact, and many are equal.
     x, weight = (whole(shape, 2, generator, torch.float32) for shape in ((m, 6), (6, n)))
-    assert choose_path("relu", m, 0, capacity, weight) == path
+    assert choose_path("relu", m, 0, weight) == path
     threshold = torch.arange(n, device=x.device) % 4 + 0.5
     rows = sae.encode(x, weight, None, JumpReLU(threshold) if jump else "relu", capacity=capacity)
     z = x @ weight

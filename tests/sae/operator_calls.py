@@ -5,7 +5,6 @@ import torch
 from gossamer import gemm, sae
 from gossamer.sae.encode_dense import encode_dense
 from gossamer.sae.smallest import smallest
-from gossamer.sae.squared_error import squared_error
 from tests.rowsparse.operator_calls import D, N, leaves
 
 
@@ -44,9 +43,6 @@ def _encode(device: torch.device) -> None:
         smallest(rows, torch.ones(rows.num_columns, device=device))
     sae.encode(x.detach(), W, activation="relu", capacity=3).to_dense().sum().backward()
     sae.encode(x, W, b, capacity="exact").to_dense().sum().backward()
-    y = torch.randn(D, 3, device=device).t().requires_grad_()
-    (grad,) = torch.autograd.grad(squared_error(x, y).sum(), y, create_graph=True)
-    grad.square().sum().backward()
 
 
 def _encode_dense(device: torch.device) -> None:

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from gossamer import gemm, sae
-from gossamer.sae import encode_path
 from gossamer.testing import assert_close, assert_exact
 from tests.sae.dense import encode_with_l0
 
@@ -22,14 +21,6 @@ CALLS = [
     *((name, {"capacity": 2}) for name in ("relu", "jumprelu", "scalar")),
     *((name, {"capacity": "exact"}) for name in ("relu", "jumprelu", "scalar")),
 ]
-
-
-@pytest.fixture(autouse=True)
-def filled_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(encode_path, "LEAST", 0)
-    monkeypatch.setattr(encode_path, "FEWEST", 0)
-    monkeypatch.setattr(encode_path, "RANKED", 0)
-    monkeypatch.setattr(encode_path, "LISTED", 0)
 
 
 def test_thresholds_that_are_nan(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:

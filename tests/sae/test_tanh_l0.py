@@ -94,6 +94,8 @@ def test_the_gradient_of_scale_has_the_precision_of_scale(
     scale = torch.rand(20, device=device, generator=generator) * 3
     weights = torch.randn(64, device=device, generator=generator)
     found = []
+    terms = weights.double()[:, None] * acts.double() / torch.cosh(acts.double() * scale.double()).square()
+    magnitude = terms.square().sum(0).sqrt()
     for wide in (None, torch.float64, torch.float32):
         leaf = scale.to(wide or scale.dtype).requires_grad_()
         if wide is None:
@@ -101,7 +103,19 @@ def test_the_gradient_of_scale_has_the_precision_of_scale(
         else:
             out = torch.tanh(acts.to(wide) * leaf).sum(-1)
         found += torch.autograd.grad((out * weights).sum(), leaf)
-    assert_close(found[0], reference64=found[1], plain=found[2])
+    assert_close(found[0], reference64=found[1], plain=found[2], length=64, magnitude=magnitude)
+
+
+@pytest.mark.kernels
+def test_the_slope_of_large_arguments_keeps_its_digits(device: torch.device) -> None:
+    """1 - tanh(x)^2 in float32 is 0 from 9 on; the true slope at 9 is 6e-8."""
+    x = torch.tensor([[0.0, 1e-3, 0.5, 3.0, 6.0, 9.0, 12.0, 30.0]], device=device).mT.contiguous().requires_grad_()
+    spans = torch.stack([torch.arange(8), torch.ones(8, dtype=torch.int64)]).to(device)
+    rows = Rows(x[:, 0], torch.zeros(8, dtype=torch.int32, device=device), spans, (8, 1))
+    (got,) = torch.autograd.grad(tanh_l0(rows, torch.ones(1, device=device)).sum(), x)
+    want = 1 / torch.cosh(x.detach().double()).square()
+    # A GPU's exponential of -2 x rounds its argument, whose error counts 4 |x| times at most.
+    assert ((got - want).abs() <= (4 * x.detach().abs() + 8) * 2.0**-24 * want).all()
 
 
 def test_entries_of_value_0_have_a_gradient(device: torch.device) -> None:

@@ -1,6 +1,7 @@
 """Argument checks with one error style: operator, argument, rule, the given value, and the way out."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -139,6 +140,16 @@ def shape(operator: str, argument: str, tensor: Tensor, expected: tuple[int, ...
         )
 
 
+def broadcast(
+    operator: str, argument: str, given: Sequence[int], full: Sequence[int], letters: str, hint: str = ""
+) -> tuple[int, ...]:
+    """The shape `given` with leading ones, if it broadcasts to the shape `full`, which `letters` name."""
+    wide = (1,) * (len(full) - len(given)) + tuple(given)
+    if len(wide) != len(full) or any(n not in (1, m) for n, m in zip(wide, full)):
+        raise ValueError(f"{operator}: {argument} must broadcast to {letters}{list(full)}, got {list(given)}. {hint}")
+    return wide
+
+
 def matrix(operator: str, argument: str, tensor: Tensor, letters: str, place: int, size: int, like: str) -> None:
     """`tensor` has two dimensions, `letters`, the `place`-th of the size that `like` gives it."""
     if tensor.dim() != 2 or tensor.shape[place] != size:
@@ -164,6 +175,13 @@ def number(operator: str, argument: str, value: float, hint: str, zero: bool = F
     if not (0 < value < math.inf or (zero and value == 0)):
         least = "at least 0" if zero else "above 0"
         raise ValueError(f"{operator}: {argument} must be {least} and finite, got {value}. {hint}")
+
+
+def finite(operator: str, argument: str, value: float, hint: str) -> float:
+    """`value` as a float, if it is a finite number."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ValueError(f"{operator}: {argument} must be a finite number, got {value!r}. {hint}")
+    return float(value)
 
 
 def finite_start(operator: str, found: Tensor) -> None:

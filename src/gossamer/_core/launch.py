@@ -23,12 +23,27 @@ _HIP = torch.version.hip is not None
 _INT32 = (1 << 31) - 1
 
 
-def kernel(fn: Any = None, **options: Any) -> Any:
-    """Decorates a kernel that the host launches: `@triton.jit` with these options, and the short path of `Kernel`."""
+_COUNTS = {"B", "G", "M", "T", "Tq", "ahead", "first", "groups", "heads", "lines", "padded", "parts", "room", "rows"}
+_COUNTS |= {"slots", "tokens"}
+"""The names of kernel arguments that count rows, tokens or room, and change from call to call. Triton would compile a
+kernel three times: for 1, for multiples of 16 and for all others. The three have the same code but for lists that are
+read a few words at a time."""
+
+
+def kernel(fn: Any = None, specialize: tuple[str, ...] = (), **options: Any) -> Any:
+    """Decorates a kernel that the host launches: `@triton.jit` with these options, and the short path of `Kernel`.
+
+    The kernel is compiled once for all values of its `_COUNTS`, but for those that `specialize` names.
+    """
+    if fn is None:
+        return partial(kernel, specialize=specialize, **options)
     # Here, for much of this file serves on machines without it.
     import triton
 
-    return partial(kernel, **options) if fn is None else Kernel(triton.jit(fn, **options))
+    names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
+    counts = [name for name in names if name in _COUNTS and name not in {*specialize, *fn.__annotations__}]
+    given = options.pop("do_not_specialize", ())
+    return Kernel(triton.jit(fn, do_not_specialize=[*given, *counts], **options))
 
 
 class Kernel:

@@ -1,4 +1,4 @@
-"""Attention in which each query takes selected keys: the indexer's scores, the selection, and what attends to it.
+"""Attention in which each query takes selected keys: the indexer's scores, the selection, and attention to it.
 
 >>> selection = Selection.from_mask(torch.ones(1, 3, 4, dtype=torch.bool).tril())
 >>> selection.to_mask().shape
@@ -11,7 +11,6 @@ from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.attention.select_topk import AdaptiveK, select_topk
 from gossamer.attention.selection import Selection
 from gossamer.attention.sparse_attention import sparse_attention
-from gossamer.attention.sparse_decode import sparse_decode
 
 __all__ = [
     "AdaptiveK",
@@ -21,5 +20,4 @@ __all__ = [
     "rotary_gates",
     "select_topk",
     "sparse_attention",
-    "sparse_decode",
 ]

@@ -1,4 +1,4 @@
-"""What an adaptive number of keys follows from, outside of a selection: to calibrate a rule, or to train it.
+"""Statistics that give an adaptive number of keys, outside of a selection: to calibrate a rule, or to train it.
 
 Plain PyTorch on any device, a slab of queries at a time. A selection computes the same from the scores that it stores.
 """
@@ -6,6 +6,7 @@ Plain PyTorch on any device, a slab of queries at a time. A selection computes t
 import torch
 from torch import Tensor
 
+from gossamer.attention._torch.select_topk import by_rule
 from gossamer.attention.indexer_scores import indexer_scores
 from gossamer.attention.select_topk import AdaptiveK
 
@@ -25,7 +26,7 @@ def score_statistics(q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor | Non
     for first in range(0, length, rows):
         last = min(first + rows, length)
         given = (q_idx[:, :, first:last], k_idx[:, :last], w[:, first:last], bias)
-        scores = indexer_scores(*given, out_dtype=torch.float32)
+        scores = indexer_scores(*given, out_dtype=torch.float32, causal=True)
         scores = torch.nn.functional.pad(scores, (0, -last % granularity), value=-torch.inf)
         scores = scores.unflatten(2, (-1, granularity)).amax(3)
         seen = torch.arange(first, last, device=q_idx.device)[:, None] // granularity
@@ -42,17 +43,7 @@ def score_statistics(q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor | Non
 def numbers_of_keys(statistics: Tensor, adaptive: AdaptiveK, granularity: int = 1) -> Tensor:
     """float32 `[B, T]`: how many keys the rule gives each query, before it is rounded down; differentiable in the
     rule's mean and predictor. A query that sees fewer takes all that it sees."""
-    mean, variance, largest, entropy = statistics.unbind(2)
     k_min, k_base, k_max = (k // granularity for k in (adaptive.k_min, adaptive.k_base, adaptive.k_max))
-    if adaptive.rule == "entropy":
-        seen = torch.arange(statistics.shape[1], device=statistics.device) // granularity + 1
-        k = k_base * (0.5 + adaptive.temperature * entropy / (seen + 1).log())
-    elif adaptive.rule == "variance":
-        assert adaptive.mean is not None
-        k = k_base * (0.5 + 1 / (1 + adaptive.temperature * variance / adaptive.mean))
-    else:
-        assert adaptive.mean is not None and adaptive.predictor is not None
-        net = adaptive.predictor
-        hidden = (torch.stack([mean, variance.sqrt(), largest], 2) @ net[:, :3].t() + net[:, 3]).relu()
-        k = k_min + (k_max - k_min) * (hidden @ net[:, 4] + adaptive.mean).sigmoid()
-    return k.clamp(k_min, k_max) * granularity
+    seen = torch.arange(statistics.shape[1], device=statistics.device) // granularity + 1
+    rule = (adaptive.rule, (k_min, k_base, k_max), adaptive.temperature, adaptive.mean, adaptive.predictor)
+    return by_rule(*rule, statistics.unbind(2), seen).clamp(k_min, k_max) * granularity

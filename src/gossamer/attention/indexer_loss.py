@@ -27,27 +27,27 @@ def indexer_loss(
     lse: Tensor | None = None,
     scale: float | None = None,
     scale_idx: float | None = None,
-    causal: bool = True,
+    causal: bool = False,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """What an indexer learns from attention: the Kullback-Leibler divergence of its distribution over keys.
+    """The loss of an indexer that learns from attention: the Kullback-Leibler divergence of its distribution over keys.
 
-    For each query, attention's probabilities, averaged over heads, are what is wanted, and the softmax of the scores
-    sum_i sigmoid(w_i) sigmoid(q_idx_i . k_idx * scale_idx + bias_i) is what there is; both over the same keys: those
+    For each query, attention's probabilities, averaged over heads, are the target, and the softmax of the scores
+    sum_i sigmoid(w_i) sigmoid(q_idx_i . k_idx * scale_idx + bias_i) is the prediction; both over the same keys: those
     that the query takes, or all that it sees, for a warm-up. Nothing of the size T * T is in memory but the bits of a
     selection, T * T / 8 bytes.
 
     Args:
         q: `[B, H, T, D]`, float, D at most 256. No gradient goes to q and k.
         k: `[B, G, T, D]`, dtype and device of q; G divides H.
-        q_idx: `[B, n, T, d]`, dtype of q.
-        k_idx: `[B, T, d]`, dtype of q.
-        w: `[B, T, n]`, before its sigmoid.
-        bias: `[n]`.
+        q_idx: `[B, Hi, T, Di]`, dtype of q.
+        k_idx: `[B, T, Di]`, dtype of q.
+        w: `[B, T, Hi]`, before its sigmoid.
+        bias: `[Hi]`.
         selection: of T queries and T keys, with one scope; None for all visible keys.
         lse: float32 `[B, H, T]`, of attention over these very keys, as `sparse_attention` returns it; None computes it.
         scale: of attention; above 0; None for D ** -0.5.
-        scale_idx: of the indexer; above 0; None for d ** -0.5.
+        scale_idx: of the indexer; above 0; None for Di ** -0.5.
         causal, lengths: as in `sparse_attention`; queries from lengths[b] on are left out, too.
 
     Returns:
@@ -68,7 +68,7 @@ def indexer_loss(
     checks.floating(OPERATOR, q=q, k=k, q_idx=q_idx, k_idx=k_idx, w=w, bias=bias)
     if q.dim() != 4 or q_idx.dim() != 4:
         raise ValueError(
-            f"{OPERATOR}: q must have shape [B, H, T, D] and q_idx [B, n, T, d], got {list(q.shape)} and "
+            f"{OPERATOR}: q must have shape [B, H, T, D] and q_idx [B, Hi, T, Di], got {list(q.shape)} and "
             f"{list(q_idx.shape)}."
         )
     if selection is None:

@@ -19,7 +19,7 @@ def indexer_scores(
     bias: Tensor | None = None,
     *,
     scale: float | None = None,
-    causal: bool = True,
+    causal: bool = False,
     lengths: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:

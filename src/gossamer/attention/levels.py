@@ -1,8 +1,8 @@
-"""What both backends store for a score, and how they adapt k."""
+"""Numbers that both backends store for a score, and the rules that adapt k."""
 
 LEVELS = 31741
-"""Steps between 0 and the sum of a query's gates. With 0 for what is not seen, and two more for NaN and what is always
-kept, the integers are, as bit patterns, the float16 numbers from 0 to infinity."""
+"""Steps between 0 and the sum of a query's gates. With 0 for an unseen key, and two more for NaN and always-kept keys,
+the integers are, as bit patterns, the float16 numbers from 0 to infinity."""
 
 RULES = ("variance", "entropy", "learned")
 """Names of the rules of `AdaptiveK`; kernels number them in this order."""

@@ -7,6 +7,9 @@ from torch import Tensor
 
 from gossamer._core.operator import Strided
 
+QUERIES = 64
+"""Queries that share a word of a selection."""
+
 
 class WordsOfMask(NamedTuple):
     """Words int64 `[B, S, ceil(Tq / 64), Tk]` of a bool mask `[B, S, Tq, Tk]`."""
@@ -94,6 +97,11 @@ class SelectTopk(NamedTuple):
     sinks: int
     workspace: int
     granularity: int
+
+    @property
+    def bounds(self) -> tuple[int, int, int]:
+        """The fewest columns that a query takes, the usual number and the most."""
+        return self.k_min // self.granularity, self.top // self.granularity, self.k_max // self.granularity
 
 
 class SparseAttention(NamedTuple):

@@ -1,4 +1,4 @@
-"""What lies between an attention layer's one big projection and attention."""
+"""Steps between an attention layer's one big projection and attention."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -25,8 +25,8 @@ def rotary_gates(
     """Rotary embeddings of q and k, v times its gate, and the gate of the output, out of one projection.
 
     Args:
-        y: `[B, T, N]`, float: side by side q (H heads of D columns), k and v (G heads each), with value_gate what v is
-            gated by (G heads), and with output_gate what the output is gated by (H heads), both before their sigmoid.
+        y: `[B, T, N]`, float: side by side q (H heads of D columns), k and v (G heads each), with value_gate the gates
+            of v (G heads), and with output_gate those of the output (H heads), both before their sigmoid.
         cos, sin: float32 `[T, D]` or `[B, T, D]`, D even, of the angles; the second half of the columns repeats the
             first.
         num_heads, num_kv_heads: H and G.

@@ -14,8 +14,8 @@ from gossamer._core.operator import register
 from gossamer.attention._torch import select_topk as _cpu
 from gossamer.attention.indexer_scores import check_inputs, scale_of
 from gossamer.attention.levels import RULES
-from gossamer.attention.records import SelectTopk
-from gossamer.attention.selection import QUERIES, Selection
+from gossamer.attention.records import QUERIES, SelectTopk
+from gossamer.attention.selection import Selection
 
 WORKSPACE = 256 << 20
 """Bytes of scores at a time by default: 4,096 rows at 32,768 keys. With fewer rows a launch does
@@ -103,12 +103,11 @@ def select_topk(
     q_idx: Tensor,
     k_idx: Tensor,
     w: Tensor,
-    bias: Tensor | None = None,
+    bias: Tensor | None,
+    k: int | AdaptiveK,
     *,
-    k: int | None = None,
     scale: float | None = None,
-    causal: bool = True,
-    adaptive: AdaptiveK | None = None,
+    causal: bool = False,
     lengths: Tensor | None = None,
     window: int = 0,
     sinks: int = 0,
@@ -117,38 +116,36 @@ def select_topk(
 ) -> Selection:
     """The k keys of highest `indexer_scores` for each query; the scores exist only in slabs of `workspace` bytes.
 
-    Exact: the selection is what a stable descending sort of the stored scores gives, ties to the lowest index, whatever
+    Exact: the selection is that of a stable descending sort of the stored scores, ties to the lowest index, whatever
     the workspace, the batch and the run. So of two keys whose scores differ by less than a step of these, either may be
     taken. Scores are stored as integers that divide the range from 0 to the sum of the
     query's gates, sigmoid(w), into 31,741 equal steps; NaN ranks highest.
 
     Args:
         q_idx, k_idx, w, bias, scale, causal, lengths: as in `indexer_scores`. No gradient passes.
-        k: how many keys a query takes, if it sees as many; in place of `adaptive`.
-        adaptive: an `AdaptiveK`, which finds k query by query; in place of `k`.
+        k: how many keys a query takes, if it sees as many; or an `AdaptiveK`, which finds k query by query.
         window: the most recent keys that a query always takes, itself among them. They count among the k.
         sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
-        workspace: bytes for scores; None for 256 MiB, or what one block of 64 queries needs, which is the least: 128 *
+        workspace: bytes for scores; None for 256 MiB, or the need of one block of 64 queries, which is the least: 128 *
             Tk bytes, Tk rounded up to 128.
         granularity: 1, or 4 to select units of four neighbouring keys, 4 u to 4 u + 3, by the highest score that the
             query sees in them: k / 4 units, of which it takes the keys that it sees. k, or k_min, k_base and k_max, are
             multiples of 4; an adaptive k follows from the units' scores. A unit with a key of the window or of the
-            sinks is always taken. Finding the highest is a quarter of the work, and what attends reads four rows
+            sinks is always taken. Finding the highest is a quarter of the work, and attention reads four rows
             beside each other.
 
     Returns:
         A `Selection` of one scope, for all heads.
 
     Raises:
-        ValueError: shapes or devices do not fit; neither or both of k and adaptive; window, sinks or workspace out of
-            range.
-        TypeError: dtypes differ or are not floating.
+        ValueError: shapes or devices do not fit; k, window, sinks or workspace out of range.
+        TypeError: dtypes differ or are not floating, or k is neither an int nor an `AdaptiveK`.
         NotImplementedError: on the GPU, Di above 1,024 (512 for float32).
 
     Source: Gated Sparse Attention (arXiv 2601.15305), its top-k selector; this package's own algorithm.
 
     >>> one = torch.ones(1, 1, 3, 1)
-    >>> select_topk(one, one[0], one[0], k=2).to_indices()[0].tolist()
+    >>> select_topk(one, one[0], one[0], None, 2, causal=True).to_indices()[0].tolist()
     [[[[0, -1], [0, 1], [0, 1]]]]
     """
     operator = "attention.select_topk"
@@ -156,7 +153,7 @@ def select_topk(
     if autocast.enabled(q_idx.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     checks.same_dtype(operator, "q_idx", q_idx, k_idx=k_idx)
-    rule = _rule(operator, k, adaptive, q_idx.device)
+    rule = _rule(operator, k, q_idx.device)
     _, _, base, least, most, *_ = rule
     _check_granularity(operator, granularity, (least, base, most))
     _check_kept(operator, window, sinks, least, granularity)
@@ -169,23 +166,17 @@ def select_topk(
 
 
 def _rule(
-    operator: str, k: int | None, adaptive: AdaptiveK | None, device: torch.device
+    operator: str, k: int | AdaptiveK, device: torch.device
 ) -> tuple[Tensor | None, Tensor | None, int, int, int, str, float]:
     """mean, predictor, k, k_min, k_max, rule and temperature."""
-    if (k is None) == (adaptive is None):
-        got = "neither" if k is None else "both"
-        raise ValueError(f"{operator}: either k or adaptive must be given, got {got}. k=2048 is the usual one.")
-    if adaptive is None:
-        assert k is not None
-        checks.positive(operator, "k", k, "It is how many keys a query takes.")
+    if not isinstance(k, AdaptiveK):
+        checks.positive(operator, "k", k, "It is how many keys a query takes, or an AdaptiveK.")
         return None, None, k, k, k, "", 1.0
-    if not isinstance(adaptive, AdaptiveK):
-        raise TypeError(f"{operator}: adaptive must be an AdaptiveK, got {type(adaptive).__name__}.")
-    checks.same_device(operator, "q_idx", device, mean=adaptive.mean, predictor=adaptive.predictor)
-    tensors = (adaptive.mean, adaptive.predictor)
+    checks.same_device(operator, "q_idx", device, mean=k.mean, predictor=k.predictor)
+    tensors = (k.mean, k.predictor)
     mean, predictor = (None if t is None else t.detach().contiguous() for t in tensors)
-    bounds = (adaptive.k_base, adaptive.k_min, adaptive.k_max)
-    return mean, predictor, *bounds, adaptive.rule, float(adaptive.temperature)
+    bounds = (k.k_base, k.k_min, k.k_max)
+    return mean, predictor, *bounds, k.rule, float(k.temperature)
 
 
 def _check_granularity(operator: str, granularity: int, numbers: tuple[int, int, int]) -> None:

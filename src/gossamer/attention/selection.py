@@ -13,10 +13,7 @@ from torch.utils import _pytree
 from gossamer._core import checks
 from gossamer._core.operator import register
 from gossamer.attention._torch import selection as _cpu
-from gossamer.attention.records import MaskOfWords, WordsOfMask
-
-QUERIES = 64
-"""Queries that share a word."""
+from gossamer.attention.records import QUERIES, MaskOfWords, WordsOfMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +32,7 @@ class Selection:
         ValueError: words have another shape.
         TypeError: words are not int64.
 
-    Source: Gated Sparse Attention (arXiv 2601.15305); the order of bits is what a tile of 64 queries by keys wants.
+    Source: Gated Sparse Attention (arXiv 2601.15305); the order of bits suits a tile of 64 queries by keys.
 
     >>> Selection.from_mask(torch.tensor([[[True, False], [True, True]]])).words.tolist()
     [[[[3, 2]]]]
@@ -48,7 +45,7 @@ class Selection:
         operator = "attention.Selection"
         words: Any = self.words
         if not isinstance(words, Tensor):
-            return  # PyTorch rebuilds nodes of a pytree with what is no tensor
+            return  # PyTorch rebuilds nodes of a pytree with placeholders
         if self.words.dtype is not torch.int64:
             raise TypeError(
                 f"{operator}: words must be int64, got {checks.name_of(self.words.dtype)}. "
@@ -149,7 +146,7 @@ class Selection:
                     f"{high}."
                 )
         indices = (indices[:, None] if indices.dim() == 3 else indices).long()
-        # One column more than Tk takes what is no key.
+        # One column more than Tk takes indices that name no key.
         at = torch.where((indices < 0) | (indices >= num_keys), num_keys, indices)
         dense = torch.zeros(*indices.shape[:3], num_keys + 1, dtype=torch.bool, device=indices.device)
         dense.scatter_(3, at, True)
@@ -245,7 +242,7 @@ def _dense_blocks(counts: Tensor, indices: Tensor, block_mask: BlockMask) -> Ten
     rows, columns = block_mask.BLOCK_SIZE
     width = max(indices.shape[3], -(-tk // columns))
     listed = torch.arange(indices.shape[3], device=indices.device) < counts[..., None]
-    # One column more takes what is not listed.
+    # One column more takes blocks that are not listed.
     blocks = torch.zeros(*indices.shape[:3], width + 1, dtype=torch.bool, device=indices.device)
     blocks.scatter_(3, torch.where(listed, indices, width).long(), True)
     whole = blocks[..., :width].repeat_interleave(rows, 2).repeat_interleave(columns, 3)

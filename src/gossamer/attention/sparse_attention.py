@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.operator import register
+from gossamer._core.ops import needs_gradient
 from gossamer.attention._torch import indexer_loss as _indexer
 from gossamer.attention._torch import sparse_attention as _cpu
 from gossamer.attention.indexer_scores import check_inputs, scale_of
@@ -29,9 +30,10 @@ def sparse_attention(
     selection: Selection,
     *,
     scale: float | None = None,
-    causal: bool = True,
+    causal: bool = False,
     lengths: Tensor | None = None,
     return_lse: Literal[False] = False,
+    page_table: Tensor | None = None,
     path: Path | None = None,
     indexer: IndexerInputs | None = None,
 ) -> Tensor: ...
@@ -43,9 +45,10 @@ def sparse_attention(
     selection: Selection,
     *,
     scale: float | None = None,
-    causal: bool = True,
+    causal: bool = False,
     lengths: Tensor | None = None,
     return_lse: Literal[True],
+    page_table: Tensor | None = None,
     path: Path | None = None,
     indexer: IndexerInputs | None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -56,9 +59,10 @@ def sparse_attention(
     selection: Selection,
     *,
     scale: float | None = None,
-    causal: bool = True,
+    causal: bool = False,
     lengths: Tensor | None = None,
     return_lse: bool = False,
+    page_table: Tensor | None = None,
     path: Path | None = None,
     indexer: IndexerInputs | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -67,7 +71,7 @@ def sparse_attention(
     The last query stands beside the last key: query i beside key i + Tk - Tq, or with `lengths` beside key i +
     max(lengths[b] - Tq, min(Tk - Tq, 0)), so that in a padded batch, of as many queries as keys, query i stands beside
     key i. A query that takes no key, as one in front of all keys, gives zeros, and has no gradient. A value that is NaN
-    or infinite reaches each query of a block of 128 that has one who takes it.
+    or infinite reaches each query of a block of 128 in which one takes it.
 
     Args:
         q: `[B, H, Tq, D]`, float, D at most 256; any strides.
@@ -78,11 +82,15 @@ def sparse_attention(
         causal: whether a query takes only those of its keys that do not stand behind it.
         lengths: int `[B]`, keys from lengths[b] on take part nowhere; None where all do.
         return_lse: whether to return the logarithm of the softmax's denominator as well.
-        indexer: q_idx `[B, n, T, d]`, k_idx `[B, T, d]`, w `[B, T, n]` and bias `[n]` of the scores that selected, for
-            a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a scale
-            of d ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries and T
-            keys.
-        path: how the GPU goes about it, "decode", "tiles" or "lists"; None for what `choose_path` chooses.
+        page_table: int `[B, n]`, for at most 16 queries and without gradients: k and v are a pool of pages
+            `[P, page_size, G, D]`, n * page_size is at least Tk, and key j of a sequence is row j % page_size of page
+            page_table[b, j // page_size]. Pages of keys that no query takes are not read. A page outside the pool
+            raises on the CPU, and on the GPU, where looking would wait, queries that take its keys give NaN.
+        indexer: q_idx `[B, Hi, T, Di]`, k_idx `[B, T, Di]`, w `[B, T, Hi]` and bias `[Hi]` of the scores that selected,
+            for a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a
+            scale of Di ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries
+            and T keys.
+        path: how the GPU goes about it, "decode", "tiles" or "lists"; None for the choice of `choose_path`.
 
     Returns:
         `[B, H, Tq, D]`, the dtype of q, in memory as `[B, Tq, H, D]`; with return_lse also the float32 `[B, H, Tq]`,
@@ -90,24 +98,33 @@ def sparse_attention(
 
     Raises:
         ValueError: shapes or devices do not fit, D is above 256, scale is not above 0, or there is no such path, or
-            "decode" is asked for with more than 16 queries.
+            "decode" or pages are asked for with more than 16 queries, or page_size is no power of two.
         TypeError: dtypes differ, or selection is no `Selection`.
-        NotImplementedError: a second derivative, or on the GPU more than 16 heads of the indexer.
+        NotImplementedError: a second derivative, a gradient with pages, or on the GPU more than 16 heads of the
+            indexer.
 
-    Source: Gated Sparse Attention (arXiv 2601.15305); queries that share a gather are FlashInfer's union of neighbours.
+    Source: Gated Sparse Attention (arXiv 2601.15305); queries that share a gather are FlashInfer's union of neighbours,
+    and cutting the keys of few queries is FlashDecoding's (Dao et al. 2023).
 
     >>> q, k, v = (torch.ones(1, 2, 3, 8) for _ in range(3))
     >>> sparse_attention(q, k, v, Selection.from_mask(torch.eye(3, dtype=torch.bool)[None])).shape
     torch.Size([1, 2, 3, 8])
     """
-    check(OPERATOR, q, k, v, selection, lengths)
+    if page_table is None:
+        check(OPERATOR, q, k, v, selection, lengths)
+    else:
+        _check_pages(q, k, v, selection, page_table, lengths)
+        if needs_gradient(q, k, v) or indexer is not None:
+            raise NotImplementedError(
+                f"{OPERATOR}: gradients are not implemented with page_table. Give k and v in one piece, or use "
+                "torch.no_grad()."
+            )
     scale = scale_of(OPERATOR, scale, q.shape[-1])
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
-    chosen = _path(path, q, selection)
-    call = SparseAttention(
-        q, k, v, selection.words, lengths, None, scale, causal, chosen, None, None, None, None, 1.0
-    )  # fmt: skip
+    chosen = "decode" if page_table is not None else _path(path, q, selection)
+    given = (q, k, v, selection.words, lengths, page_table, scale, causal, chosen)
+    call = SparseAttention(*given, None, None, None, None, 1.0)
     if indexer is not None:
         q_idx, k_idx, w, bias = _indexer_inputs(indexer, q, selection)
         width = max(q_idx.shape[3], 1)
@@ -133,7 +150,7 @@ PATHS: dict[Path, str] = {
 
 
 def choose_path(num_queries: int, num_keys: int) -> Path:
-    """The path of a call, by what the host knows; see `PATHS`."""
+    """The path of a call, from sizes that the host knows; see `PATHS`."""
     if num_queries <= FEW_QUERIES:
         return "decode"
     return "tiles" if num_keys <= SHORT else "lists"
@@ -189,6 +206,36 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
         )
     if lengths is not None:
         checks.shape(operator, "lengths", lengths, (batch,), "[B]", "like q")
+
+
+def _check_pages(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, page_table: Tensor, lengths: Tensor | None
+) -> None:
+    """Pages fit q and the selection as `check` wants of one piece."""
+    checks.floating(OPERATOR, q=q, k=k, v=v)
+    checks.whole(OPERATOR, page_table=page_table)
+    checks.same_device(OPERATOR, "q", q.device, page_table=page_table)
+    if k.dim() != 4 or q.dim() != 4 or k.shape[1] < 1 or k.shape[1] & (k.shape[1] - 1):
+        raise ValueError(
+            f"{OPERATOR}: with page_table, k must have shape [P, page_size, G, D], page_size being a power of two, got "
+            f"{list(k.shape)}."
+        )
+    checks.shape(OPERATOR, "v", v, tuple(k.shape), "[P, page_size, G, D]", "like k")
+    pages = page_table.shape[1] if page_table.dim() == 2 else 0
+    # A stand-in of the whole cache, without memory, for the rules that both share.
+    tk = selection.num_keys if isinstance(selection, Selection) else 0
+    shape = (q.shape[0], k.shape[2], tk, k.shape[3])
+    check(OPERATOR, q, k.new_empty(()).expand(shape), v.new_empty(()).expand(shape), selection, lengths)
+    if page_table.shape[:1] != q.shape[:1] or pages * k.shape[1] < tk:
+        raise ValueError(
+            f"{OPERATOR}: page_table must have shape [B, n] with B = {q.shape[0]} and room for the Tk = {tk} keys of "
+            f"selection in pages of {k.shape[1]}, got {list(page_table.shape)}."
+        )
+    if q.shape[2] > FEW_QUERIES:
+        raise ValueError(
+            f"{OPERATOR}: with page_table, q must have at most {FEW_QUERIES} queries, got {q.shape[2]}. Give k and v "
+            "in one piece."
+        )
 
 
 MAX_INDEXER_HEADS = 16

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from gossamer._core.ops import needs_gradient
-from gossamer.blocksparse.fill_outside import fill_outside
 from gossamer.blocksparse.layout import Layout
-from gossamer.blocksparse.rows import check_floats, reduced, with_vector
+from gossamer.blocksparse.rows import check_floats, fill_outside, reduced, with_vector
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -31,23 +31,28 @@ def _of_one(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return method
 
 
-def _of_two(name: str, function: Callable[[Any, Any], Any], turned: bool = False) -> Callable[..., Any]:
-    vectors = {"__radd__": "__add__", "__rmul__": "__mul__"}.get(name, name)
+def _of_two(word: str, function: Callable[[Any, Any], Any]) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The operator, and the one whose left operand is the other one."""
 
-    def method(self: Any, other: Any) -> Any:
-        if vectors in VECTORS and isinstance(other, Tensor) and other.dim() > 0:
-            return replace(self, values=with_vector(vectors, self.values, self.layout, other))
-        operand = self.paired(name, other)
-        if operand is NotImplemented:
-            return NotImplemented
-        differentiable = needs_gradient(self.values, operand if isinstance(operand, Tensor) else None)
-        values = self.taken(differentiable)
-        if isinstance(other, Arithmetic):
-            operand = other.taken(differentiable)
-        return replace(self, values=function(operand, values) if turned else function(values, operand))
+    def of(name: str, turned: bool) -> Callable[..., Any]:
+        vectors = f"__{word}__" if turned and word != "sub" else name
 
-    method.__name__ = name
-    return method
+        def method(self: Any, other: Any) -> Any:
+            if vectors in VECTORS and isinstance(other, Tensor) and other.dim() > 0:
+                return replace(self, values=with_vector(vectors, self.values, self.layout, other))
+            operand = self.paired(name, other)
+            if operand is NotImplemented:
+                return NotImplemented
+            differentiable = needs_gradient(self.values, operand if isinstance(operand, Tensor) else None)
+            values = self.taken(differentiable)
+            if isinstance(other, Arithmetic):
+                operand = other.taken(differentiable)
+            return replace(self, values=function(operand, values) if turned else function(values, operand))
+
+        method.__name__ = name
+        return method
+
+    return of(f"__{word}__", False), of(f"__r{word}__", True)
 
 
 def _compared(name: str, function: Callable[[Any, Any], Tensor]) -> Callable[..., Any]:
@@ -69,11 +74,12 @@ def _compared(name: str, function: Callable[[Any, Any], Tensor]) -> Callable[...
     return method
 
 
-ELEMENTWISE = (
-    *("abs", "clamp", "cos", "exp", "gelu", "log", "neg", "reciprocal"),
-    *("relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "square", "tanh"),
+ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
+    *(torch.abs, torch.clamp, torch.cos, torch.exp, functional.gelu, torch.log, torch.neg, torch.reciprocal),
+    *(torch.relu, torch.rsqrt, torch.sigmoid, functional.silu, torch.sin, torch.sqrt, torch.square, torch.tanh),
 )
 """PyTorch's functions that take block-sparse tensors as methods do."""
+_NAMES = {function.__name__ for function in ELEMENTWISE}
 VECTORS = ("__add__", "__sub__", "__rsub__", "__mul__")
 """Operators whose other operand may be a vector."""
 
@@ -111,46 +117,21 @@ class Arithmetic:
         """The values that an operator takes: with 1 for what stands for no element, if its gradient is to be 0."""
         return fill_outside(self.values, self.layout, 1) if differentiable else self.values
 
-    __add__ = _of_two("__add__", torch.add)
-    __radd__ = _of_two("__radd__", torch.add)
-    __sub__ = _of_two("__sub__", torch.sub)
-    __rsub__ = _of_two("__rsub__", torch.sub, turned=True)
-    __mul__ = _of_two("__mul__", torch.mul)
-    __rmul__ = _of_two("__rmul__", torch.mul)
-    __truediv__ = _of_two("__truediv__", torch.div)
-    __rtruediv__ = _of_two("__rtruediv__", torch.div, turned=True)
-    __pow__ = _of_two("__pow__", torch.pow)
-    __rpow__ = _of_two("__rpow__", torch.pow, turned=True)
-    __mod__ = _of_two("__mod__", torch.remainder)
-    __rmod__ = _of_two("__rmod__", torch.remainder, turned=True)
-    __floordiv__ = _of_two("__floordiv__", torch.floor_divide)
-    __rfloordiv__ = _of_two("__rfloordiv__", torch.floor_divide, turned=True)
-    __eq__ = _compared("__eq__", torch.eq)
-    __ne__ = _compared("__ne__", torch.ne)
-    __lt__ = _compared("__lt__", torch.lt)
-    __le__ = _compared("__le__", torch.le)
-    __gt__ = _compared("__gt__", torch.gt)
-    __ge__ = _compared("__ge__", torch.ge)
+    __add__, __radd__ = _of_two("add", torch.add)
+    __sub__, __rsub__ = _of_two("sub", torch.sub)
+    __mul__, __rmul__ = _of_two("mul", torch.mul)
+    __truediv__, __rtruediv__ = _of_two("truediv", torch.div)
+    __pow__, __rpow__ = _of_two("pow", torch.pow)
+    __mod__, __rmod__ = _of_two("mod", torch.remainder)
+    __floordiv__, __rfloordiv__ = _of_two("floordiv", torch.floor_divide)
+    __eq__, __ne__ = _compared("__eq__", torch.eq), _compared("__ne__", torch.ne)
+    __lt__, __le__ = _compared("__lt__", torch.lt), _compared("__le__", torch.le)
+    __gt__, __ge__ = _compared("__gt__", torch.gt), _compared("__ge__", torch.ge)
     # As a tensor's: a key is the object.
     __hash__ = object.__hash__
-    __neg__ = _of_one(torch.neg)
-    __abs__ = _of_one(torch.abs)
-    abs = _of_one(torch.abs)
-    clamp = _of_one(torch.clamp)
-    cos = _of_one(torch.cos)
-    exp = _of_one(torch.exp)
-    gelu = _of_one(torch.nn.functional.gelu)
-    log = _of_one(torch.log)
-    neg = _of_one(torch.neg)
-    reciprocal = _of_one(torch.reciprocal)
-    relu = _of_one(torch.relu)
-    rsqrt = _of_one(torch.rsqrt)
-    sigmoid = _of_one(torch.sigmoid)
-    silu = _of_one(torch.nn.functional.silu)
-    sin = _of_one(torch.sin)
-    sqrt = _of_one(torch.sqrt)
-    square = _of_one(torch.square)
-    tanh = _of_one(torch.tanh)
+    abs, clamp, cos, exp, gelu, log, neg, reciprocal = map(_of_one, ELEMENTWISE[:8])
+    relu, rsqrt, sigmoid, silu, sin, sqrt, square, tanh = map(_of_one, ELEMENTWISE[8:])
+    __abs__, __neg__ = abs, neg
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -159,7 +140,7 @@ class Arithmetic:
             # A compiler asks for the operator of a tensor on the left, also where it stands on the right.
             return getattr(args[1], _REFLECTED[func])(args[0])
         name = getattr(func, "__name__", str(func))
-        if args and isinstance(args[0], cls) and name in ELEMENTWISE:
+        if args and isinstance(args[0], cls) and name in _NAMES:
             # Functions of `torch.nn.functional` hand their defaults on.
             options = {
                 option: value for option, value in (kwargs or {}).items() if (option, value) != ("inplace", False)

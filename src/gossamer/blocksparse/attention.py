@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -84,26 +83,22 @@ def attention(
     """
     q, k, v = (x.to_dense() if isinstance(x, BlockSparseTensor) else x for x in (q, k, v))
     key = _key(q, k, v, layout, (mask, bias, relative, lengths), causal, scale)
-    settings = _checked.get(key)
-    if settings is not None:
-        given: Any = q, k, v, None, None, None, None
-    else:
-        _check(q, k, v, layout)
+    settings, added = _checked.get(key), (None, None, None, None)
+    if settings is None:
+        _check(q, k, v, layout, lengths)
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
         if not q.dtype == k.dtype == v.dtype:
             raise TypeError(
                 f"{_NAME}: q, k and v must have one dtype, got {', '.join(checks.name_of(x.dtype) for x in (q, k, v))}."
                 " Convert with .to(q.dtype)."
             )
-        z = steps_of(layout, q.shape[0], q.shape[1])
-        extra = _extra(q, k, layout, mask, bias)
-        queried, places = prepare(_NAME, q, k, relative)
-        lengths, scale = _settings(q, lengths, scale)
-        settings = z, causal, scale
+        given = None if lengths is None else lengths.to(torch.int32)
+        added = _extra(q, k, layout, mask, bias), *prepare(_NAME, q, k, relative), given  # type: ignore[assignment]
+        usual = max(q.shape[-1], 1) ** -0.5
+        scale = usual if scale is None else checks.finite(_NAME, "scale", scale, "None takes D^-0.5.")
+        settings = steps_of(layout, q.shape[0], q.shape[1]), causal, scale
         _checked.keep(key, settings)
-        given = q, k, v, extra, queried, places, lengths
-    given = *given, layout.buffer, layout.form, *settings
-    out, lse = _attention(BlocksparseAttention(*given))
+    out, lse = _attention(BlocksparseAttention(q, k, v, *added, layout.buffer, layout.form, *settings))
     return (out, lse) if return_lse else out
 
 
@@ -125,27 +120,14 @@ def _key(
     return key_of((q, k, v), options, (causal, scale))
 
 
-def _settings(q: Tensor, lengths: Tensor | None, scale: float | None) -> tuple[Tensor | None, float]:
-    """Lengths and scale as the operator takes them."""
-    if lengths is not None:
-        checks.whole(_NAME, lengths=lengths)
-        checks.same_device(_NAME, "q", q.device, lengths=lengths)
-        checks.shape(_NAME, "lengths", lengths, (q.shape[0],), "[B]", "like q")
-        lengths = lengths.to(torch.int32)
-    if scale is None:
-        return lengths, 1.0 if q.shape[-1] == 0 else q.shape[-1] ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}. None takes D^-0.5.")
-    return lengths, float(scale)
-
-
-def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
+def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout, lengths: Tensor | None) -> None:
     checks.floating(_NAME, q=q, k=k, v=v)
     if not isinstance(layout, Layout):
         raise TypeError(
             f"{_NAME}: layout must be a Layout of blocksparse, got {type(layout).__name__}. Use Layout.from_mask."
         )
-    checks.same_device(_NAME, "q", q.device, k=k, v=v, layout=layout.buffer)
+    checks.whole(_NAME, lengths=lengths)
+    checks.same_device(_NAME, "q", q.device, k=k, v=v, layout=layout.buffer, lengths=lengths)
     if q.dim() != 4 or k.dim() != 4:
         raise ValueError(
             f"{_NAME}: q and k must have shape [B, H, T, D], got {list(q.shape)} and {list(k.shape)}. "
@@ -167,16 +149,14 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> None:
             f"Make it with size=({tq}, {tk})."
         )
 
+    if lengths is not None:
+        checks.shape(_NAME, "lengths", lengths, (b,), "[B]", "like q")
+
 
 def steps_of(layout: Layout, b: int, h: int) -> tuple[int, int]:
     """What a batch and a head step in the matrices of a layout whose leading dimensions broadcast to `[B, H]`."""
-    lead = layout.lead
-    wide = (1,) * (2 - len(lead)) + tuple(lead)
-    if len(wide) != 2 or wide[0] not in (1, b) or wide[1] not in (1, h):
-        raise ValueError(
-            f"{_NAME}: layout must have leading dimensions that broadcast to [B, H] = [{b}, {h}], got {list(lead)}."
-        )
-    return (wide[1] if wide[0] > 1 else 0), int(wide[1] > 1)
+    batches, heads = checks.broadcast(_NAME, "layout's leading dimensions", layout.lead, (b, h), "[B, H] = ")
+    return (heads if batches > 1 else 0), int(heads > 1)
 
 
 def _extra(q: Tensor, k: Tensor, layout: Layout, given_mask: Any, given_bias: Any) -> Tensor | None:
@@ -200,11 +180,8 @@ def _extra(q: Tensor, k: Tensor, layout: Layout, given_mask: Any, given_bias: An
 def _blocks(layout: Layout, name: str, x: Tensor) -> Tensor:
     """The layout's blocks of a dense `[1 or B, 1 or H, Tq, Tk]`, beside something that holds blocks already."""
     lead = (1,) * (2 - len(layout.lead)) + layout.lead
-    if any(n not in (1, m) for n, m in zip(x.shape, lead)):
-        raise ValueError(
-            f"{_NAME}: {name} must be the same wherever layout is, beside blocks, got leading dimensions "
-            f"{list(x.shape[:2])} for a layout of {list(lead)}. Expand layout, or give both mask and bias dense."
-        )
+    hint = "Expand layout, or give both mask and bias dense."
+    checks.broadcast(_NAME, f"beside blocks {name}'s leading dimensions", x.shape[:2], lead, "those of layout, ", hint)
     return from_dense(x.expand(*lead, -1, -1).reshape(layout.dense_shape), layout).values
 
 
@@ -218,13 +195,8 @@ def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Any) -> Tensor |
         return x.values
     checks.tensors(_NAME, **{name: x})
     checks.same_device(_NAME, "q", q.device, **{name: x})
-    full = (q.shape[0], q.shape[1], q.shape[2], k.shape[2])
-    wide = (1,) * (4 - x.dim()) + tuple(x.shape)
-    if len(wide) != 4 or any(n not in (1, m) for n, m in zip(wide, full)):
-        raise ValueError(
-            f"{_NAME}: {name} must broadcast to [B, H, Tq, Tk] = {list(full)}, got {list(x.shape)}. Give blocks as a "
-            "BlockSparseTensor of the layout."
-        )
+    full, hint = (*q.shape[:3], k.shape[2]), "Give blocks as a BlockSparseTensor of the layout."
+    wide = checks.broadcast(_NAME, name, x.shape, full, "[B, H, Tq, Tk] = ", hint)
     return x.reshape(wide).expand(*wide[:2], *full[2:])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -55,9 +56,17 @@ class Problem:
 
 def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
     """The problem of an operator's arguments."""
-    (b, h, tq, d), (_, hk, tk, _), (height, width) = call.q.shape, call.k.shape, call.form[3:5]
-    own = call.own[0] > 0, call.own[1] > 0
-    return Problem(b, h, max(hk, 1), tq, tk, d, own, (height, width), call.causal, call.scale)
+    # PyTorch's dispatcher makes lists of tuples.
+    block, own = tuple(call.form[3:5]), tuple(call.own)
+    return _problem(tuple(call.q.shape), tuple(call.k.shape), block, own, call.causal, call.scale)
+
+
+@functools.lru_cache(1024)
+def _problem(
+    q: tuple[int, ...], k: tuple[int, ...], block: tuple[int, int], own: tuple[int, ...], causal: bool, scale: float
+) -> Problem:
+    (b, h, tq, d), (_, hk, tk, _) = q, k
+    return Problem(b, h, max(hk, 1), tq, tk, d, (own[0] > 0, own[1] > 0), block, causal, scale)
 
 
 def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Path:

@@ -20,18 +20,31 @@ class Axis:
     """One dimension of a rearrangement. Whatever it does is known to the host.
 
     Args:
+        source: length of the source.
         length: of the result.
         forward: int64 `[length]`, each element's source; None where that is its own number.
-        inverse: int64 `[K, source's length]`, each source's K elements, -1 where there is none; None as above.
         step: what the starts of whatever stays together are multiples of; 0 divides nothing up.
         copies: how often a source occurs, at most.
     """
 
+    source: int
     length: int
     forward: Map | None = None
-    inverse: Map | None = None
     step: int = 0
     copies: int = 1
+
+    def inverse(self, device: torch.device) -> Tensor | None:
+        """int64 `[source, copies]`: the elements of the result that come from each source, -1 for none."""
+        if self.forward is None:
+            return None
+        sources = self.forward(device)
+        found = sources.new_full((self.source, self.copies), -1)
+        if self.copies == 1:
+            return found.scatter_(0, sources[:, None], torch.arange(self.length, device=device)[:, None])
+        # A source's elements follow each other in their order, which begins where the first of them stands.
+        ordered, order = sources.sort(stable=True)
+        rank = torch.arange(self.length, device=device) - torch.searchsorted(ordered, ordered)
+        return found.index_put_((ordered, rank), order)
 
     def tile(self, *blocks: int) -> int:
         """The largest of what stays together within blocks of both sizes; 1 where that is less than a block may be."""
@@ -87,31 +100,25 @@ class Moved:
 
     def inverses(self, device: torch.device) -> list[Tensor | None]:
         """int64 `[source's length, copies]` of each axis, such that copy k of a source is at place k of all three."""
-        lists = [None if axis.inverse is None else axis.inverse(device).t() for axis in self.axes]
-        counts = [1 if x is None else x.shape[1] for x in lists]
+        counts = [axis.copies for axis in self.axes]
         number = torch.arange(math.prod(counts), device=device)
         found = []
-        for k, x in enumerate(lists):
+        for k, x in enumerate(axis.inverse(device) for axis in self.axes):
             copy = number // math.prod(counts[k + 1 :]) % counts[k]
-            found.append(None if x is None else x.index_select(1, copy).contiguous())
+            found.append(None if x is None else x.index_select(1, copy))
         return found
 
 
 def whole(length: int) -> Axis:
     """All of it, as it is."""
-    return Axis(length)
+    return Axis(length, length)
 
 
 def part(total: int, start: int, length: int) -> Axis:
     """From `start` on."""
     if (start, length) == (0, total):
         return whole(total)
-
-    def inverse(device: torch.device) -> Tensor:
-        at = torch.arange(-start, total - start, device=device)
-        return torch.where((at >= 0) & (at < length), at, -1)[None]
-
-    return Axis(length, lambda device: torch.arange(start, start + length, device=device), inverse, start)
+    return Axis(total, length, lambda device: torch.arange(start, start + length, device=device), start)
 
 
 def repeated(length: int, times: int, interleave: bool = False) -> Axis:
@@ -124,56 +131,33 @@ def repeated(length: int, times: int, interleave: bool = False) -> Axis:
             return torch.arange(length * times, device=device) // times
         return torch.arange(length, device=device).repeat(times)
 
-    def inverse(device: torch.device) -> Tensor:
-        at = torch.arange(length * times, device=device)
-        return at.view(length, times).t() if interleave else at.view(times, length)
-
-    return Axis(length * times, forward, inverse, 1 if interleave else length, times)
+    return Axis(length, length * times, forward, 1 if interleave else length, times)
 
 
 def joined(lengths: Sequence[int], block: int) -> Axis:
     """Several one after the other, of which each begins with a block of its own."""
-    starts = [sum(lengths[:k]) for k in range(len(lengths))]
     padded = [-(-length // block) * block for length in lengths]
     begins = [sum(padded[:k]) for k in range(len(padded))]
-    step = math.gcd(*starts)
+    step = math.gcd(*(sum(lengths[:k]) for k in range(len(lengths))))
     if math.gcd(step, block) == block:
         return whole(sum(lengths))
 
     def forward(device: torch.device) -> Tensor:
         return torch.cat([torch.arange(b, b + n, device=device) for b, n in zip(begins, lengths)])
 
-    def inverse(device: torch.device) -> Tensor:
-        at = torch.full((sum(padded),), -1, device=device)
-        for b, s, n in zip(begins, starts, lengths):
-            at[b : b + n] = torch.arange(s, s + n, device=device)
-        return at[None]
-
-    return Axis(sum(lengths), forward, inverse, step)
+    return Axis(sum(padded), sum(lengths), forward, step)
 
 
 def along(lead: Sequence[int], dim: int, axis: Axis) -> Axis:
     """What happens to one of the leading dimensions, for matrices counted through."""
-    if axis.forward is None:
-        return whole(math.prod(lead))
-    forward, inverse = axis.forward, axis.inverse
-    assert inverse is not None
-    result = [*lead[:dim], axis.length, *lead[dim + 1 :]]
+    forward, count = axis.forward, math.prod(lead)
+    if forward is None:
+        return whole(count)
 
     def forwards(device: torch.device) -> Tensor:
-        numbers = torch.arange(math.prod(lead), device=device).view(*lead)
-        return numbers.index_select(dim, forward(device)).reshape(-1)
+        return torch.arange(count, device=device).view(*lead).index_select(dim, forward(device)).reshape(-1)
 
-    def inverses(device: torch.device) -> Tensor:
-        numbers = torch.arange(math.prod(result), device=device).view(result)
-        lists = inverse(device)
-        found = [numbers.index_select(dim, at.clamp(min=0)) for at in lists]
-        shape = [1] * len(lead)
-        shape[dim] = -1
-        kept = [torch.where(at.view(shape) >= 0, n, -1).reshape(-1) for at, n in zip(lists, found)]
-        return torch.stack(kept)
-
-    return Axis(math.prod(result), forwards, inverses, 1, axis.copies)
+    return Axis(count, math.prod([*lead[:dim], axis.length, *lead[dim + 1 :]]), forwards, 1, axis.copies)
 
 
 def tiled(lead: Sequence[int], times: Sequence[int], interleave: bool) -> Axis:
@@ -188,14 +172,8 @@ def tiled(lead: Sequence[int], times: Sequence[int], interleave: bool) -> Axis:
 
 def then(first: Axis, second: Axis) -> Axis:
     """One axis after another, of matrices."""
-    if first.forward is None or second.forward is None:
-        return second if first.forward is None else first
-    (forward, inverse), (later, back) = (first.forward, first.inverse), (second.forward, second.inverse)
-    assert inverse is not None and back is not None
-    return Axis(
-        second.length,
-        lambda device: forward(device)[later(device)],
-        lambda device: torch.cat([back(device)[:, at] for at in inverse(device)]),
-        1,
-        first.copies * second.copies,
-    )
+    forward, later = first.forward, second.forward
+    if forward is None or later is None:
+        return second if forward is None else first
+    copies = first.copies * second.copies
+    return Axis(first.source, second.length, lambda device: forward(device)[later(device)], 1, copies)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossamer._core import checks
 from gossamer.blocksparse.elements import of_rule, starts_of
-from gossamer.blocksparse.layout import Layout, check_block_size, check_layouts, grid_of
+from gossamer.blocksparse.layout import Layout, check_block_size, check_layouts, grid_of, room_for
 from gossamer.blocksparse.lists import lost
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
@@ -193,13 +193,9 @@ def from_block_mask(mask: BlockMask, *, elements: bool = True, capacity: int | N
         wide = torch.broadcast_tensors(*given)
         return takes(*(x.flatten() for x in wide)).view(wide[0].shape)
 
-    room, filled = cut.numel(), False
-    if capacity is None:
-        checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() of its blocks is enough.")
-        count, room = torch.stack([present.sum(), cut.sum()]).tolist()
-        capacity, filled = max(count, 1), count > 0
+    capacity, room, filled = room_for(operator, present, cut, capacity)
     layout = Layout.from_mask(present, block, size=(m, n), capacity=capacity)
-    return replace(of_rule(layout, cut, min(room, capacity), rule), filled=filled)
+    return replace(of_rule(layout, cut, room, rule), filled=filled)
 
 
 def _listed(counts: Tensor, indices: Tensor, grid: tuple[int, int]) -> Tensor:

@@ -58,6 +58,13 @@ def unpack(words: Tensor, block: tuple[int, int]) -> Tensor:
     return bits.flatten(2)[:, :, :width] != 0
 
 
+def cut_among(elements: Tensor, entry: Tensor, block: tuple[int, int]) -> tuple[tuple[Tensor, ...], Tensor]:
+    """(the indices in `entry`, int, of blocks that are cut; the elements of these that take part, bool)."""
+    starts = elements[entry].long()
+    at = starts.nonzero(as_tuple=True)
+    return at, unpack(elements[starts[at][:, None] + torch.arange(words_of(block))], block)
+
+
 def with_elements(layout: Layout, grid: Tensor, room: int, words: Callable[[Tensor], Tensor]) -> Layout:
     """A new layout with the words of its cut blocks: of those that `grid`, bool `[..., rows, cols]`, names, at most
     `room`. `words` makes those of some blocks, by their numbers."""

@@ -5,21 +5,49 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from gossamer._core import checks
+from gossamer._core import checks, tuning
 from gossamer._core.operator import register
-from gossamer._core.ops import refuse_second
+from gossamer._core.ops import INTERPRET, refuse_second
 from gossamer.blocksparse._torch import gather as _gather_cpu
 from gossamer.blocksparse._torch import scatter_reduce as _scatter_cpu
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import Form, Lists
 from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce
-from gossamer.blocksparse.scatter_path import PATHS, choose_path
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
+
+Path = Literal["matrices", "shared", "transposed", "lines"]
+PATHS: dict[Path, str] = {
+    "matrices": "indices along a leading dimension: a program walks the matrices that follow each other",
+    "shared": "floats on Hopper along rows of up to 16,384 columns, and a reduction: results of rows in shared memory",
+    "transposed": "indices along columns, with entries enough to pay: blocks are transposed, and walked by rows",
+    "lines": "all other calls: a walk of rows or columns with results in global memory",
+}
+LONGEST = 16384
+"""Columns of a row at most whose result stands in shared memory: three rows share a multiprocessor then."""
+LEAST = 3 << 21
+"""Entries from which on "transposed" is taken. Its further launches cost the host more, and with 2^22 entries or fewer
+eager calls lost by it on an H100."""
+MOST = 4
+"""Elements of input and result for each entry, up to which it is taken: these are transposed, too."""
+
+
+def choose_path(call: BlocksparseScatterReduce) -> Path:
+    """One of `PATHS`, by what the host knows."""
+    form, axis, src = Form(*call.form), call.axis[0], call.src
+    if axis == 0:
+        return "matrices"
+    if axis == 1:
+        entries, moved = call.index.numel(), math.prod(form.blocks) * (1 if call.given is None else 2)
+        return "transposed" if entries >= LEAST and moved <= MOST * entries else "lines"
+    # There entries of a row are not joined one after the other: none can tell which is the last.
+    floats = src is not None and src.is_floating_point() and call.dtype.is_floating_point and call.reduce != "last"
+    fits = floats and 0 < form.n <= LONGEST and not INTERPRET
+    return "shared" if fits and tuning.hopper(call.index.device) else "lines"
 
 
 @dataclass(frozen=True)
@@ -229,15 +257,10 @@ def _gather() -> Any:
     return gather
 
 
-def _fake_scatter(call: BlocksparseScatterReduce) -> Tensor:
-    form = Form(*call.form)
-    return call.index.new_empty(form.capacity, form.height, form.width, dtype=call.dtype)
-
-
 @register(
     BlocksparseScatterReduce,
     cpu=_scatter_cpu.scatter_reduce,
-    fake=_fake_scatter,
+    fake=lambda call: call.index.new_empty(Form(*call.form).blocks, dtype=call.dtype),
     choose_path=choose_path,
     paths=PATHS,
     backward=_scatter_backward,
@@ -250,11 +273,11 @@ def _scatter(path: str) -> Any:
     return getattr(kernels, f"scatter_{path}")
 
 
-def _fake_reach(call: BlocksparseGatherReach) -> Tensor:
-    return call.index.new_empty(*call.target[:3], dtype=torch.bool)
-
-
-@register(BlocksparseGatherReach, cpu=_gather_cpu.reach, fake=_fake_reach)
+@register(
+    BlocksparseGatherReach,
+    cpu=_gather_cpu.reach,
+    fake=lambda call: call.index.new_empty(*call.target[:3], dtype=torch.bool),
+)
 def _reach() -> Any:
     from gossamer.blocksparse._triton.gather import reach
 

@@ -210,15 +210,9 @@ class Layout:
             )
         if mask.dtype is not torch.bool:
             mask = mask != 0
-        filled = False
-        if capacity is None:
-            checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
-            count = int(mask.sum())
-            capacity = max(count, 1)
-            # A traced count is no number that Python could branch on.
-            filled = not torch.compiler.is_compiling() and count == capacity
-        else:
+        if capacity is not None:
             checks.positive(operator, "capacity", capacity, "It is the number of blocks to make room for.")
+        capacity, _, filled = room_for(operator, mask, None, capacity)
         lead = tuple(mask.shape[:-2])
         form = Form(math.prod(lead), rows, cols, *block, int(size[0]), int(size[1]), capacity)
         buffer = _layout(BlocksparseLayout(mask.reshape(form.z, rows, cols).contiguous(), form))
@@ -372,13 +366,9 @@ class Layout:
         cuts = mask & ~some if union else mask & some
         cells = self.rows * self.cols
         room = sum(layout.form.cut * (mask.numel() // max(layout.batch * cells, 1)) for layout in given)
-        filled = False
-        if capacity is None:
-            checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
-            count, room = torch.stack([mask.sum(), cuts.sum()]).tolist() if room else (int(mask.sum()), 0)
-            capacity, filled = max(count, 1), not torch.compiler.is_compiling() and count > 0
+        capacity, most, filled = room_for(operator, mask, cuts if room else None, capacity)
         layout = Layout.from_mask(mask, self.block_size, size=self.size, capacity=capacity)
-        return replace(elements.joined(layout, cuts, min(room, capacity), given, union), filled=filled)
+        return replace(elements.joined(layout, cuts, min(room, most), given, union), filled=filled)
 
     def plot(self, ax: Any = None) -> Any:
         """Draws the first matrix, present blocks dark, into a Matplotlib axis, a new one if None, and returns it.
@@ -424,6 +414,19 @@ class Layout:
 torch.serialization.add_safe_globals([Layout, Form])
 
 
+def room_for(operator: str, mask: Tensor, cut: Tensor | None, capacity: int | None) -> tuple[int, int, bool]:
+    """(room for the blocks of a mask, room for the cut ones among them, whether the host knows that blocks fill it).
+
+    Without a capacity there is room for just those present, and for one at least; to count them costs a sync.
+    """
+    if capacity is not None:
+        return capacity, min(mask.numel(), capacity), False
+    checks.no_sync(operator, "capacity=None", "Give a capacity; mask.numel() is enough for any mask.")
+    count, cuts = (int(mask.sum()), 0) if cut is None else torch.stack([mask.sum(), cut.sum()]).tolist()
+    # A traced count is no number that Python could branch on.
+    return max(count, 1), cuts, not torch.compiler.is_compiling() and count > 0
+
+
 def check_block_size(operator: str, block_size: BlockSize) -> tuple[int, int]:
     """(height, width) of a block."""
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
@@ -449,11 +452,7 @@ def grid_of(size: tuple[int, int], block: tuple[int, int]) -> tuple[int, int]:
     return -(-size[0] // block[0]), -(-size[1] // block[1])
 
 
-def _fake(call: BlocksparseLayout) -> Tensor:
-    return call.mask.new_empty(length(call.form), dtype=torch.int32)
-
-
-@register(BlocksparseLayout, cpu=_cpu, fake=_fake)
+@register(BlocksparseLayout, cpu=_cpu, fake=lambda call: call.mask.new_empty(length(call.form), dtype=torch.int32))
 def _layout() -> Any:
     from gossamer.blocksparse._triton.layout import layout
 

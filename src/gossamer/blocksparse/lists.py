@@ -37,6 +37,11 @@ class Form(NamedTuple):
     turned: bool | int = False
 
     @property
+    def blocks(self) -> tuple[int, int, int]:
+        """The shape of the values."""
+        return self.capacity, self.height, self.width
+
+    @property
     def mT(self) -> Form:
         """The form of the transposed layout."""
         z, rows, cols, height, width, m, n, capacity, cut, turned = self

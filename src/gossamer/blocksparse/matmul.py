@@ -110,18 +110,17 @@ def _facts(layout: Any) -> tuple[Any, ...] | None:
 
 
 def _check(a: Any, b: Any, x: Any, y: Any, out_layout: Layout | None) -> None:
-    for name, operand in (("a", a), ("b", b)):
+    for name, operand, values in (("a", a, x), ("b", b, y)):
         if not isinstance(operand, Tensor | BlockSparseTensor):
             raise TypeError(
                 f"{_NAME}: {name} must be a torch.Tensor or a BlockSparseTensor, got {type(operand).__name__}."
             )
         if isinstance(operand, BlockSparseTensor):
             check_floating(_NAME, **{name: operand})
-    checks.floating(_NAME, a=x, b=y)
+        checks.floating(_NAME, **{name: values})
+        if values.dim() < 2:
+            raise ValueError(f"{_NAME}: {name} must have two dimensions or more, got shape {list(values.shape)}.")
     checks.same_device(_NAME, "a", x.device, b=y)
-    for name, operand in (("a", x), ("b", y)):
-        if operand.dim() < 2:
-            raise ValueError(f"{_NAME}: {name} must have two dimensions or more, got shape {list(operand.shape)}.")
     if out_layout is not None:
         check_layouts(_NAME, out_layout=out_layout)
         checks.same_device(_NAME, "a", x.device, out_layout=out_layout.buffer)
@@ -180,12 +179,7 @@ def _batched(operand: _Operand, lead: tuple[int, ...]) -> _Operand:
     name, values, layout, _ = operand
     if layout is not None or (len(lead) == 1 and values.dim() == 3 and values.shape[0] == lead[0]):
         return operand
-    own = (1,) * (len(lead) + 2 - values.dim()) + tuple(values.shape[:-2])
-    if len(own) != len(lead) or any(n not in (1, m) for n, m in zip(own, lead)):
-        raise ValueError(
-            f"{_NAME}: {name} must have leading dimensions that broadcast to {list(lead)} like the layouts, got "
-            f"{list(values.shape[:-2])}."
-        )
+    checks.broadcast(_NAME, f"{name}'s leading dimensions", values.shape[:-2], lead, "those of the layouts, ")
     wide = values.expand(*lead, *values.shape[-2:])
     return operand._replace(values=wide.reshape(math.prod(lead), *values.shape[-2:]))
 

@@ -16,8 +16,7 @@ from gossamer.blocksparse.records import BlocksparseMatmul
 
 Path = Literal["dense", "hopper", "blocks"]
 PATHS: dict[Path, str] = {
-    "dense": "Hopper, and blocks of 16 or 32 so many, or blocks of 64 of one operand of a large product about half: "
-    "dense copies and their product",
+    "dense": "Hopper, and so many blocks of 16 or 32: dense copies and their product",
     "hopper": "16 bits or TF32 on Hopper, blocks of 64 or 128 that divide the matrices, more than a few tiles, and "
     "pairs of blocks that mostly meet: one kernel that the copy engine feeds",
     "blocks": "all other calls: tiles that walk lists of blocks, or of the pairs that meet",
@@ -25,11 +24,9 @@ PATHS: dict[Path, str] = {
 SPEED = {16: 0.083, 32: 0.26}
 """How fast small blocks are multiplied, of the rate of dense products in `tuning.rates`. A tile has but 16 or 32 rows,
 for two block rows rarely agree on their columns."""
-ABSENT, PRESENT = 0.5, 0.31
-"""The cost of one matrix with blocks of 64 beside two dense ones: to multiply all blocks, the dense product's time and
-this share of it more for absent ones; to multiply present ones alone, their share of that time at this rate."""
 LARGE = 2**40
-"""Z M K N from which such a matrix may be made dense; smaller products were not measured."""
+"""Z M K N from which tiles of 64 rows wait for memory on Hopper's kernel as they do on the one for every GPU, which
+skips as many blocks with less to wait for; four matrices of n 4,096 are fewer, of n 8,192 more."""
 MARGIN, LAUNCHES = 0.9, 10e-6
 """Converting must save a tenth, and costs three or four kernels more, in seconds."""
 LEAST = 0.25
@@ -163,21 +160,18 @@ def dense_is_faster(
     bm, bk, bn = block if densities[0] is not None or densities[1] is None else block[::-1]
     speed = SPEED.get(min(bm or 128, bk or 128))
     half = dtype in (torch.float16, torch.bfloat16)
-    alone = bm == bk == 64 and densities[2] is None and None in densities[:2] and half and math.prod(sizes) >= LARGE
     least = min(1.0 if density is None else density for density in densities)
-    if not (speed or alone) or least < LEAST or not tuning.hopper(device) or not (half or tuning.tf32()):
+    if speed is None or least < LEAST or not tuning.hopper(device) or not (half or tuning.tf32()):
         return False
     rates = tuning.rates(device.index or 0)
     whole = 2.0 * math.prod(sizes) / (rates.half if half else rates.tf32)
     a, b, out = (1.0 if density is None else density for density in densities)
     met = b if None in densities[:2] else met_by(b, bn)
-    share = a * met * out
-    taken = share / speed if speed else min(1 + ABSENT * (1 - share), share / PRESENT)
     # A dense one is neither read nor written again; a result is written, read and written.
     elements = [z * m * k * (1 + a), z * k * n * (1 + b), z * m * n * (1 + 2 * out)]
     moved = sum(0.0 if density is None else size for density, size in zip(densities, elements))
     converted = LAUNCHES + moved * dtype.itemsize / rates.copy
-    return whole + converted < MARGIN * whole * taken
+    return whole + converted < MARGIN * whole * a * met * out / speed
 
 
 def met_by(share: float, block: int) -> float:
@@ -194,9 +188,9 @@ def choose_walk(
     programs: int,
 ) -> Walk | None:
     """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
-    less of the GPU's speed, and may need another wave of programs where there are few tiles. None where a kernel that
-    looks for the pairs of two block-sparse operands is faster, that of `_triton`. `size` is the bytes of an element,
-    `programs` the number that the GPU holds at once."""
+    less of the GPU's speed, and may need another wave of programs where there are few tiles. None where the kernel of
+    `_triton` is faster: for pairs of two block-sparse operands, and for present blocks of 64 of large products in 16
+    bits. `size` is the bytes of an element, `programs` the number that the GPU holds at once."""
     of_a, of_b, of_out = densities
     a, out = 1.0 if of_a is None else of_a, 1.0 if of_out is None else of_out
     present = a * out
@@ -214,6 +208,8 @@ def choose_walk(
     share = a * block[0] / 128
     if of_out is None:
         waves = -(-z * down * across // programs) * share / LISTED[block[0]]
+        if waves < all_waves and block[0] == 64 and size == 2 and math.prod(sizes) >= LARGE:
+            return None
         return Walk(block[0], True, False, BAND[block[0]]) if waves < all_waves else every
     # A row of blocks ends within a strip, half a strip before its end in the mean.
     width = ACROSS // block[2]

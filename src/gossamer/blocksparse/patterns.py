@@ -22,7 +22,7 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer.blocksparse.attention_path import first_key
 from gossamer.blocksparse.elements import Rule, of_rule
-from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of
+from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of, room_for
 
 
 def causal(
@@ -63,11 +63,8 @@ def causal(
     #### True
     """
     grid = _Grid("blocksparse.causal", size, block_size, lengths, device)
-    least, most = grid.apart()
     # Every distance behind.
-    window = size[0] + size[1], 0, 1
-    pattern = _Pattern(most >= 0, least >= 0, lambda z, i, j: grid.position(z, i) >= j)
-    return grid.layout(pattern, elements, capacity, lambda cut: _once(_near, grid, window, cut))
+    return grid.layout(_near, (sum(grid.size), 0, 1), elements, capacity)
 
 
 def sliding_window(
@@ -120,20 +117,7 @@ def sliding_window(
     checks.number(operator, "window", ahead, "It is a number of keys.", zero=True)
     checks.positive(operator, "dilation", dilation, "It is the distance of neighbouring keys.")
     grid = _Grid(operator, size, block_size, lengths, device)
-    least, most = grid.apart()
-    # A block holds every distance between its least and its most.
-    first, last = least.clamp(min=-ahead), most.clamp(max=behind)
-    multiple = last.div(dilation, rounding_mode="floor") * dilation
-    whole = (least >= -ahead) & (most <= behind) & (dilation == 1)
-
-    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        apart = grid.position(z, i) - j
-        near = (apart >= -ahead) & (apart <= behind)
-        return near if dilation == 1 else near & (apart % dilation == 0)
-
-    numbers = behind, ahead, dilation
-    pattern = _Pattern(multiple >= first, whole, rule)
-    return grid.layout(pattern, elements, capacity, lambda cut: _once(_near, grid, numbers, cut))
+    return grid.layout(_near, (behind, ahead, dilation), elements, capacity)
 
 
 def global_tokens(
@@ -173,31 +157,11 @@ def global_tokens(
         checks.whole(operator, tokens=tokens)
         device = tokens.device
     grid = _Grid(operator, size, block_size, lengths, device)
-    counted: Callable[[bool], int] | None = None
     if not isinstance(tokens, Tensor):
         if not isinstance(tokens, int):
             raise TypeError(f"{operator}: tokens must be an int or a tensor of positions, got {type(tokens).__name__}.")
         checks.number(operator, "tokens", tokens, "It is a number of tokens, or their positions.", zero=True)
-        first = tokens
-        tokens, counted = torch.arange(first, device=grid.device), lambda cut: _once(_first, grid, first, cut)
-    tokens, (m, n), (height, width) = tokens.long(), size, grid.block
-    shift = grid.shift if isinstance(grid.shift, int) else grid.shift[..., 0]
-    # Of each query and key, whether it is global; positions outside of the matrix go behind the last.
-    flags = []
-    for at, limit in ((tokens - shift, m), (tokens, n)):
-        at = torch.where((tokens >= 0) & (at >= 0) & (at < limit), at, limit)
-        of = torch.zeros(*at.shape[:-1], limit + 1, dtype=torch.bool, device=grid.device)
-        flags.append(of.scatter(-1, at, True)[..., :limit])
-    queries, keys = flags
-    (some_rows, all_rows), (some_columns, all_columns) = _by_block(queries, height), _by_block(keys, width)
-
-    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        of_query, of_key = (flags.expand(1, *grid.lead, -1).flatten(0, -2) for flags in (queries, keys))
-        return of_query[z, i.clamp(max=m - 1)] | of_key[z, j.clamp(max=n - 1)]
-
-    present = some_rows[..., :, None] | some_columns[..., None, :]
-    pattern = _Pattern(present, all_rows[..., :, None] | all_columns[..., None, :], rule)
-    return grid.layout(pattern, elements, capacity, counted)
+    return grid.layout(_of_tokens, (tokens,), elements, capacity)
 
 
 def documents(
@@ -250,21 +214,24 @@ def documents(
         # -1 and count stand for none.
         return torch.searchsorted(given, position.contiguous(), right=True) - 1
 
-    (least, most), (first, last, key, last_key) = grid.apart(), grid.ends()
-    low = torch.maximum(document(first), document(key))
-    high = torch.minimum(document(last), document(last_key))
-    present = low.clamp(min=0) <= high.clamp(max=count - 1)
-    whole = (document(first) == document(last)) & (document(key) == document(last_key)) & present
+    def pattern(grid: _Grid) -> _Pattern:
+        (least, most), (first, last, key, last_key) = grid.apart(), grid.ends()
+        low = torch.maximum(document(first), document(key))
+        high = torch.minimum(document(last), document(last_key))
+        present = low.clamp(min=0) <= high.clamp(max=count - 1)
+        whole = (document(first) == document(last)) & (document(key) == document(last_key)) & present
 
-    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        position = grid.position(z, i)
-        own = document(position)
-        inside = (own == document(j)) & (own >= 0) & (own < count)
-        return inside & (position >= j) if causal else inside
+        def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+            position = grid.position(z, i)
+            own = document(position)
+            inside = (own == document(j)) & (own >= 0) & (own < count)
+            return inside & (position >= j) if causal else inside
 
-    if causal:
-        present, whole = present & (most >= 0), whole & (least >= 0)
-    return grid.layout(_Pattern(present, whole, rule), elements, capacity, None)
+        if causal:
+            present, whole = present & (most >= 0), whole & (least >= 0)
+        return _Pattern(present, whole, rule)
+
+    return grid.layout(pattern, (), elements, capacity)
 
 
 @dataclass(frozen=True)
@@ -276,11 +243,44 @@ class _Pattern:
     rule: Rule
 
 
-def _by_block(flags: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """(whether any, whether every) of flags `[..., L]` is set, for each block of them."""
-    missing = -flags.shape[-1] % block
-    some, every = (torch.nn.functional.pad(flags, (0, missing), value=fill) for fill in (False, True))
-    return some.unflatten(-1, (-1, block)).any(-1), every.unflatten(-1, (-1, block)).all(-1)
+def _near(grid: _Grid, behind: int, ahead: int, dilation: int) -> _Pattern:
+    """Keys that stand -ahead to behind from the query, at multiples of the dilation."""
+    least, most = grid.apart()
+    # A block holds every distance between its least and its most.
+    first, last = least.clamp(min=-ahead), most.clamp(max=behind)
+    multiple = last.div(dilation, rounding_mode="floor") * dilation
+    whole = (least >= -ahead) & (most <= behind) & (dilation == 1)
+
+    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        apart = grid.position(z, i) - j
+        near = (apart >= -ahead) & (apart <= behind)
+        return near if dilation == 1 else near & (apart % dilation == 0)
+
+    return _Pattern(multiple >= first, whole, rule)
+
+
+def _of_tokens(grid: _Grid, tokens: int | Tensor) -> _Pattern:
+    """Queries and keys that are among the tokens, with all others."""
+    at = tokens.long() if isinstance(tokens, Tensor) else torch.arange(tokens, device=grid.device)
+    (m, n), shift = grid.size, grid.shift if isinstance(grid.shift, int) else grid.shift[..., 0]
+    flags: list[Tensor] = []
+    some: list[Tensor] = []
+    every: list[Tensor] = []
+    for place, limit, block in ((at - shift, m, grid.block[0]), (at, n, grid.block[1])):
+        # Whether a query or a key is global; positions outside of the matrix go behind the last.
+        inside = torch.where((at >= 0) & (place >= 0) & (place < limit), place, limit)
+        flag = torch.zeros(*inside.shape[:-1], limit + 1, dtype=torch.bool, device=grid.device)
+        flags.append(flag.scatter(-1, inside, True)[..., :limit])
+        for found, fill in ((some, False), (every, True)):
+            padded = torch.nn.functional.pad(flags[-1], (0, -limit % block), value=fill).unflatten(-1, (-1, block))
+            found.append(padded.all(-1) if fill else padded.any(-1))
+
+    def rule(z: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        of_query, of_key = (flag.expand(1, *grid.lead, -1).flatten(0, -2) for flag in flags)
+        return of_query[z, i.clamp(max=m - 1)] | of_key[z, j.clamp(max=n - 1)]
+
+    present, whole = (rows[..., :, None] | columns[..., None, :] for rows, columns in (some, every))
+    return _Pattern(present, whole, rule)
 
 
 class _Grid:
@@ -331,11 +331,11 @@ class _Grid:
         return numbers.expand(self.lead).reshape(-1)[z]
 
     def layout(
-        self, pattern: _Pattern, elements: bool, capacity: int | None, count: Callable[[bool], int] | None
+        self, make: Callable[..., _Pattern], numbers: tuple[Any, ...], elements: bool, capacity: int | None
     ) -> Layout:
-        """The layout of a pattern, of which `count` says how many blocks, or cut ones, it has without lengths; None
-        cannot say."""
-        mask, whole, rule, limit = pattern.present, pattern.whole, pattern.rule, self.lengths
+        """The layout of the pattern that `make` makes with these numbers."""
+        pattern, limit = make(self, *numbers), self.lengths
+        mask, whole, rule = pattern.present, pattern.whole, pattern.rule
         if limit is not None:
             first, last, key, last_key = self.ends()
             bound = limit[..., None, None]
@@ -348,67 +348,23 @@ class _Grid:
 
             rule = within
         cut, self.lead = mask & ~whole, tuple(mask.shape[:-2])
-        filled, room = False, mask.numel()
-        if capacity is None:
-            if limit is None and count is not None:
-                known, room = count(False), count(True)
-            else:
-                checks.no_sync("blocksparse pattern", "capacity=None", "Give a capacity.")
-                known, room = torch.stack([mask.sum(), cut.sum()]).tolist()
+        if capacity is None and limit is None and numbers and not isinstance(numbers[0], Tensor):
+            known, room = _counted(make.__name__, self.size, self.block, numbers)
             capacity, filled = max(known, 1), known > 0
+        else:
+            capacity, room, filled = room_for("blocksparse pattern", mask, cut, capacity)
         layout = replace(Layout.from_mask(mask, self.block, size=self.size, capacity=capacity), filled=filled)
-        return of_rule(layout, cut, min(room, capacity), rule) if elements else layout
-
-
-def _once(count: Any, grid: _Grid, rule: Any, cut: bool) -> int:
-    # torch.compile calls it once by itself, and warns of caches.
-    call = count.__wrapped__ if torch.compiler.is_compiling() else count
-    found: int = call(grid.size, grid.block, rule, cut)
-    return found
+        return of_rule(layout, cut, room, rule) if elements else layout
 
 
 @lru_cache(maxsize=64)
-def _near(size: tuple[int, int], block: tuple[int, int], window: tuple[int, int, int], cut: bool) -> int:
-    """How many blocks hold a distance of -ahead to behind that is a multiple of the dilation; with `cut`, others too.
-
-    Whole blocks that lie equally far apart are alike, so that sums along one line of them give the count of every row;
-    those of the last row and column, which may be cut, are looked at one by one.
-    """
-    (m, n), (height, width), (behind, ahead, dilation) = size, block, window
-
-    def present(apart: int, rows: int, columns: int) -> bool:
-        least, most = apart - columns + 1, apart + rows - 1
-        whole = least >= -ahead and most <= behind and dilation == 1
-        return min(most, behind) // dilation * dilation >= max(least, -ahead) and not (cut and whole)
-
-    last, right = (count - 1 for count in grid_of(size, block))
-    if last < 0 or right < 0:
-        return 0
-    least = n - m - right * width
-    sums: dict[int, int] = {}
-    for apart in range(least, n - m + last * height + 1, min(height, width)):
-        sums[apart] = sums.get(apart - width, 0) + present(apart, height, width)
-    total = 0
-    for first in range(n - m, n - m + last * height, height):
-        total += sums[first] - sums[first - right * width]
-        total += present(first - right * width, height, n - right * width)
-    first, rows = n - m + last * height, m - last * height
-    total += sum(present(first - column * width, rows, width) for column in range(right))
-    return total + present(first - right * width, rows, n - right * width)
+def _count(name: str, size: tuple[int, int], block: tuple[int, int], numbers: tuple[int, ...]) -> tuple[int, int]:
+    grid = _Grid("", size, block, None, "cpu")
+    pattern = _near(grid, *numbers) if name == "_near" else _of_tokens(grid, *numbers)
+    return int(pattern.present.sum()), int((pattern.present & ~pattern.whole).sum())
 
 
-@lru_cache(maxsize=64)
-def _first(size: tuple[int, int], block: tuple[int, int], tokens: int, cut: bool) -> int:
-    """How many blocks hold a query or a key of the first tokens; with `cut`, others too."""
-    (m, n), (height, width) = size, block
-    rows, cols = grid_of(size, block)
-    queries = range(max(m - n, 0), min(tokens + m - n, m))
-    keys = min(tokens, n)
-    some_rows = queries[-1] // height - queries[0] // height + 1 if queries else 0
-    some_columns = -(-keys // width)
-    total = some_rows * cols + some_columns * rows - some_rows * some_columns
-    if not cut:
-        return total
-    all_rows = sum(min((r + 1) * height, m) - 1 in queries and r * height in queries for r in range(rows))
-    all_columns = cols if keys == n else keys // width
-    return total - (all_rows * cols + all_columns * rows - all_rows * all_columns)
+@torch.compiler.assume_constant_result
+def _counted(name: str, size: tuple[int, int], block: tuple[int, int], numbers: tuple[int, ...]) -> tuple[int, int]:
+    """How many blocks a pattern of these numbers has, and how many of them are cut, counted by the host."""
+    return _count(name, size, block, numbers)

@@ -484,15 +484,10 @@ def _backward(call: BlocksparseRearrange, kept: Any, grads: Any, needs: Any) -> 
     return {"values": _rearrange(BlocksparseRearrange(grads[0], *ends, *inverses, *maps, call.tile))}
 
 
-def _fake(call: BlocksparseRearrange) -> Tensor:
-    form = Form(*call.out_form)
-    return call.values.new_empty(form.capacity, form.height, form.width)
-
-
 @register(
     BlocksparseRearrange,
     cpu=_cpu,
-    fake=_fake,
+    fake=lambda call: call.values.new_empty(Form(*call.out_form).blocks),
     backward=_backward,
     saved=("layout", "out_layout", "z_map", "i_map", "j_map", "z_inverse", "i_inverse", "j_inverse"),
 )

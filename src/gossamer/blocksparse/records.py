@@ -54,15 +54,6 @@ class BlocksparseFillOutside(NamedTuple):
     behind: bool
 
 
-class BlocksparseSpread(NamedTuple):
-    """`[rows, b]` -> `[capacity, b]`: each block's vector, zeros behind the last block."""
-
-    vectors: Tensor
-    layout: Tensor
-    form: tuple[int, ...]
-    dim: int
-
-
 class BlocksparseCollect(NamedTuple):
     """`[capacity, b]` -> `[rows, b]`: the sum of each row's vectors."""
 

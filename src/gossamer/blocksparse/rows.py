@@ -1,6 +1,9 @@
-"""Rows and columns of block-sparse matrices: their sums and maxima, and vectors added to all of them.
+"""Rows and columns of block-sparse matrices: their sums and maxima, and vectors added to all of them; and values that
+stand for no element, behind the last block, or beyond the matrix in a block that it cuts.
 
-The functions take values and their layout, and are the methods of `BlockSparseTensor`.
+The functions take values and their layout, and are the methods of `BlockSparseTensor`. Values of no element take no
+part, NaN included, and their gradient is 0. The derivative of a root or a logarithm at 0 is infinite, and times a
+gradient of 0 it is NaN: functions of single elements get another number in their place.
 """
 
 from __future__ import annotations
@@ -14,10 +17,15 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer._core.operator import register
 from gossamer.blocksparse._torch import rows as _impl
-from gossamer.blocksparse.fill_outside import fill_outside
+from gossamer.blocksparse._torch import tensor as _cpu
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import lost
-from gossamer.blocksparse.records import BlocksparseCollect, BlocksparseMost, BlocksparseShifted, BlocksparseSpread
+from gossamer.blocksparse.records import (
+    BlocksparseCollect,
+    BlocksparseFillOutside,
+    BlocksparseMost,
+    BlocksparseShifted,
+)
 
 
 def check_floats(operator: str, argument: str, values: Tensor) -> None:
@@ -28,6 +36,20 @@ def check_floats(operator: str, argument: str, values: Tensor) -> None:
             f"{checks.name_of(values.dtype)}. Convert it with {argument}.to(torch.float32)."
         )
     checks.floating(operator, **{f"{argument}.values": values})
+
+
+def fill_outside(values: Tensor, layout: Layout, fill: float, behind: bool = True) -> Tensor:
+    """Values with `fill` where they stand for no element, and a gradient of 0 there; the values themselves where the
+    host knows that all of them stand for elements.
+
+    Without `behind` blocks behind the last count as blocks, for operators that do not read these.
+    """
+    form = layout.form
+    if not ((behind and not layout.filled) or form.m % form.height or form.n % form.width):
+        return values
+    call = BlocksparseFillOutside(values, layout.buffer, form, float(fill), behind)
+    # A compiler fuses PyTorch's own functions with those that follow.
+    return _cpu.fill_outside(call) if torch.compiler.is_compiling() else _fill_outside(call)
 
 
 def reduced(operator: str, values: Tensor, layout: Layout, dim: int, how: str) -> Tensor:
@@ -95,12 +117,8 @@ def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor
     return torch.where(layout.overflowed, torch.nan, padded)
 
 
-def _spread_backward(call: BlocksparseSpread, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    return {"vectors": _collect(BlocksparseCollect(grads[0], *call[1:]))}
-
-
 def _collect_backward(call: BlocksparseCollect, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    return {"parts": _spread(BlocksparseSpread(grads[0], *call[1:]))}
+    return {"parts": _impl.spread(grads[0], *call[1:])}
 
 
 def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
@@ -120,26 +138,15 @@ def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: An
 def _most_backward(call: BlocksparseMost, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
     (grad,), (found,), values = grads, kept, call.values
     lists = call.layout, call.form, call.dim
-    best = values == _spread(BlocksparseSpread(found, *lists)).unsqueeze(call.dim)
+    best = values == _impl.spread(found, *lists).unsqueeze(call.dim)
     share = grad / _collect(BlocksparseCollect(best.to(grad.dtype).sum(call.dim), *lists))
-    return {"values": torch.where(best, _spread(BlocksparseSpread(share, *lists)).unsqueeze(call.dim), 0)}
+    return {"values": torch.where(best, _impl.spread(share, *lists).unsqueeze(call.dim), 0)}
 
 
 def _of_lines(call: BlocksparseCollect | BlocksparseMost, like: Tensor) -> Tensor:
     """Empty `[rows, b]`."""
     z, *counts = call.form[:3]
     return like.new_empty(z * counts[call.dim + 1], call.form[3:5][call.dim + 1])
-
-
-@register(
-    BlocksparseSpread,
-    cpu=_impl.spread,
-    fake=lambda call: call.vectors.new_empty(call.form[7], call.vectors.shape[1]),
-    backward=_spread_backward,
-    saved=("layout",),
-)
-def _spread() -> Any:
-    return _impl.spread
 
 
 @register(
@@ -175,3 +182,20 @@ def _shifted() -> Any:
 )
 def _most() -> Any:
     return _impl.most
+
+
+def _fill_outside_backward(call: BlocksparseFillOutside, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    return {"values": _fill_outside(call._replace(values=grads[0], fill=0.0))}
+
+
+@register(
+    BlocksparseFillOutside,
+    cpu=_cpu.fill_outside,
+    fake=lambda call: torch.empty_like(call.values, memory_format=torch.contiguous_format),
+    backward=_fill_outside_backward,
+    saved=("layout",),
+)
+def _fill_outside() -> Any:
+    from gossamer.blocksparse._triton.tensor import fill_outside
+
+    return fill_outside

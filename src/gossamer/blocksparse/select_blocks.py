@@ -132,16 +132,12 @@ def _means(x: Tensor, size: int, lengths: Tensor | None) -> Tensor:
     t = x.shape[2]
     if lengths is not None:
         x = x.masked_fill((torch.arange(t, device=x.device) >= lengths.view(-1, 1))[:, None, :, None], 0)
-    whole = t // size * size
-    sums = [x[:, :, :whole].unflatten(2, (-1, size)).sum(3, dtype=dtype)] if whole else []
-    if whole < t:
-        sums.append(x[:, :, whole:].sum(2, keepdim=True, dtype=dtype))
-    if not sums:
-        return x.to(dtype)
+    padded = torch.nn.functional.pad(x, (0, 0, 0, -t % size)) if t % size else x
+    sums = padded.unflatten(2, (-(-t // size), size)).sum(3, dtype=dtype)
     ends = torch.arange(0, t, size, device=x.device)
     limit = torch.full((1,), t, device=x.device) if lengths is None else lengths.clamp(max=t)
     counts = (limit.view(-1, 1, 1, 1) - ends.view(-1, 1)).clamp(1, size)
-    return torch.cat(sums, 2) / counts
+    return sums / counts
 
 
 def _visible(

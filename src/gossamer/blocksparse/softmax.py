@@ -46,10 +46,9 @@ def softmax(
     """
     check_floating(_NAME, x=x)
     layout = x.layout
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}.")
+    scale = checks.finite(_NAME, "scale", scale, "1.0 leaves x as it is.")
     given = None if mask is None else _mask(x, mask)
-    call = BlocksparseSoftmax(x.values, given, layout.buffer, layout.form, float(scale))
+    call = BlocksparseSoftmax(x.values, given, layout.buffer, layout.form, scale)
     return replace(x, values=_softmax(call))
 
 
@@ -66,12 +65,8 @@ def _mask(x: BlockSparseTensor, mask: Any) -> Tensor:
         raise TypeError(f"{_NAME}: mask must be bool, True takes part, got {checks.name_of(mask.dtype)}.")
     if blocks:
         return mask[None]
-    own = (1,) * (len(x.shape) - mask.dim()) + tuple(mask.shape)
-    if len(own) != len(x.shape) or any(n not in (1, m) for n, m in zip(own, x.shape)):
-        raise ValueError(
-            f"{_NAME}: mask must broadcast to [..., M, N] = {list(x.shape)}, got {list(mask.shape)}. Give blocks as a "
-            "BlockSparseTensor of x's layout."
-        )
+    hint = "Give blocks as a BlockSparseTensor of x's layout."
+    own = checks.broadcast(_NAME, "mask", mask.shape, x.shape, "[..., M, N] = ", hint)
     mask = mask.reshape(own)
     if any(n > 1 for n in own[:-2]):
         mask = mask.expand(*x.shape[:-2], *own[-2:])

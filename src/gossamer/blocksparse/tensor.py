@@ -178,18 +178,12 @@ def _transpose_backward(call: BlocksparseTranspose, kept: Any, grads: Any, needs
     return {"values": _transpose(BlocksparseTranspose(grads[0], call.layout, Form(*call.form).mT))}
 
 
-def _from_dense_fake(call: BlocksparseFromDense) -> Tensor:
-    form = Form(*call.form)
-    return call.x.new_empty(form.capacity, form.height, form.width)
-
-
-def _to_dense_fake(call: BlocksparseToDense) -> Tensor:
-    form = Form(*call.form)
-    return call.values.new_empty(form.z, form.m, form.n)
-
-
 @register(
-    BlocksparseFromDense, cpu=_cpu.from_dense, fake=_from_dense_fake, backward=_from_dense_backward, saved=("layout",)
+    BlocksparseFromDense,
+    cpu=_cpu.from_dense,
+    fake=lambda call: call.x.new_empty(Form(*call.form).blocks),
+    backward=_from_dense_backward,
+    saved=("layout",),
 )
 def _from_dense() -> Any:
     from gossamer.blocksparse._triton.tensor import from_dense
@@ -197,7 +191,13 @@ def _from_dense() -> Any:
     return from_dense
 
 
-@register(BlocksparseToDense, cpu=_cpu.to_dense, fake=_to_dense_fake, backward=_to_dense_backward, saved=("layout",))
+@register(
+    BlocksparseToDense,
+    cpu=_cpu.to_dense,
+    fake=lambda call: call.values.new_empty(call.form[0], *call.form[5:7]),
+    backward=_to_dense_backward,
+    saved=("layout",),
+)
 def _to_dense() -> Any:
     from gossamer.blocksparse._triton.tensor import to_dense
 

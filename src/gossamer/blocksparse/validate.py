@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from gossamer._core import checks
@@ -40,27 +42,21 @@ def validate(*operands: BlockSparseTensor | Layout, same_layout: bool = True, pr
             raise TypeError(
                 f"{operator}: operand {k} must be a BlockSparseTensor or a Layout, got {type(operand).__name__}."
             )
-    found = []
-    layouts = [x if isinstance(x, Layout) else x.layout for x in operands]
-    for k, layout in enumerate(layouts):
-        found += [f"operand {k}: {line}" for line in _alone(layout)]
-    for k, operand in enumerate(operands[1:], 1):
-        if product:
-            found += [f"operand {k}: {line}" for line in _behind(k - 1, layouts[k - 1], layouts[k])]
-        else:
-            found += [f"operand {k}: {line}" for line in _beside(operands[0], operand, same_layout)]
+    found, layouts = [], [x if isinstance(x, Layout) else x.layout for x in operands]
+    for k, (operand, layout) in enumerate(zip(operands, layouts)):
+        lines = _alone(layout)
+        if k and product:
+            lines += _behind(k - 1, layouts[k - 1], layout)
+        elif k:
+            lines += _beside(operands[0], operand, layouts[0], layout, same_layout)
         first = operands[0]
         if isinstance(operand, BlockSparseTensor) and isinstance(first, BlockSparseTensor):
             names = checks.name_of(operand.dtype), checks.name_of(first.dtype)
-            if names[0] != names[1]:
-                found.append(f"operand {k}: its values are {names[0]}, those of operand 0 {names[1]}.")
+            lines += [f"its values are {names[0]}, those of operand 0 {names[1]}."] if names[0] != names[1] else []
+        found += [f"operand {k}: {line}" for line in lines]
     if found:
         many = "1 thing is" if len(found) == 1 else f"{len(found)} things are"
         raise ValueError("\n- ".join([f"{operator}: {many} wrong.", *found]))
-
-
-PARTS = ("row_offsets", "col_indices", "row_indices", "col_offsets", "transpose_order", "positions")
-"""The lists of a layout."""
 
 
 def _alone(layout: Layout) -> list[str]:
@@ -69,38 +65,31 @@ def _alone(layout: Layout) -> list[str]:
     if nnz > room:
         return [f"{nnz} blocks are present, but there is room for {room}. Make the layout with capacity={nnz} or more."]
     anew = Layout.from_mask(layout.to_dense(), layout.block_size, size=layout.size, capacity=room)
-    wrong = [name for name in PARTS if not torch.equal(getattr(layout, name), getattr(anew, name))]
+    parts = "row_offsets", "col_indices", "row_indices", "col_offsets", "transpose_order", "positions"
+    wrong = ", ".join(name for name in parts if not torch.equal(getattr(layout, name), getattr(anew, name)))
     if not wrong:
         return []
-    return [
-        f"{', '.join(wrong)} of the layout do not belong to its blocks. Make it with Layout.from_mask, and keep it."
-    ]
+    return [f"{wrong} of the layout do not belong to its blocks. Make it with Layout.from_mask, and keep it."]
 
 
 def _behind(k: int, before: Layout, layout: Layout) -> list[str]:
     """What keeps operand k, `before`, from being multiplied with the next."""
-    found = [_elsewhere(k, before, layout)] if layout.device != before.device else []
-    if layout.size[0] != before.size[1]:
-        found.append(f"it has {layout.size[0]} rows, operand {k} {before.size[1]} columns. They meet in a product.")
-    if layout.block_size[0] != before.block_size[1]:
-        found.append(
-            f"its blocks are {layout.block_size[0]} high, those of operand {k} {before.block_size[1]} wide. Use adapt."
-        )
-    leads = layout.shape[:-2], before.shape[:-2]
-    if leads[0] != leads[1]:
-        found.append(f"its leading dimensions are {list(leads[0])}, those of operand {k} {list(leads[1])}. Use repeat.")
-    return found
+    rows, columns, height, width = layout.size[0], before.size[1], layout.block_size[0], before.block_size[1]
+    lines = {
+        f"it is on {layout.device}, operand {k} on {before.device}. Move it with .to.": layout.device != before.device,
+        f"it has {rows} rows, operand {k} {columns} columns. They meet in a product.": rows != columns,
+        f"its blocks are {height} high, those of operand {k} {width} wide. Use adapt.": height != width,
+        f"its leading dimensions are {list(layout.lead)}, those of operand {k} {list(before.lead)}. Use repeat.": (
+            layout.lead != before.lead
+        ),
+    }
+    return [line for line, wrong in lines.items() if wrong]
 
 
-def _elsewhere(k: int, other: Layout, layout: Layout) -> str:
-    return f"it is on {layout.device}, operand {k} on {other.device}. Move it with .to."
-
-
-def _beside(one: BlockSparseTensor | Layout, other: BlockSparseTensor | Layout, same_layout: bool) -> list[str]:
-    """What does not fit between the layouts of two operands."""
-    first, layout = (x if isinstance(x, Layout) else x.layout for x in (one, other))
+def _beside(one: Any, other: Any, first: Layout, layout: Layout, same_layout: bool) -> list[str]:
+    """What does not fit between the layouts of the first operand and another one."""
     if layout.device != first.device:
-        return [_elsewhere(0, first, layout)]
+        return [f"it is on {layout.device}, operand 0 on {first.device}. Move it with .to."]
     if layout.block_size != first.block_size:
         here, there = (f"{a} x {b}" for a, b in (layout.block_size, first.block_size))
         return [f"its blocks are {here}, those of operand 0 {there}. Use adapt; of factors say product=True."]
@@ -110,11 +99,9 @@ def _beside(one: BlockSparseTensor | Layout, other: BlockSparseTensor | Layout, 
         return [f"it is of {list(layout.dense_shape)} elements, operand 0 of {list(first.dense_shape)}."]
     more = layout.to_dense() & ~first.to_dense(), ~layout.to_dense() & first.to_dense()
     extra, missing = (int(mask.sum()) for mask in more)
-    if not extra and not missing:
-        if layout.is_same(first) or isinstance(one, Layout) or isinstance(other, Layout):
-            return []
-        return [
-            "it has the blocks of operand 0, but a Layout of its own: they are compared as objects. Give both one "
-            "Layout, or use adapt."
-        ]
-    return [f"it has {extra} blocks that operand 0 lacks, and lacks {missing} that operand 0 has. Use adapt."]
+    if extra or missing:
+        return [f"it has {extra} blocks that operand 0 lacks, and lacks {missing} that operand 0 has. Use adapt."]
+    if layout.is_same(first) or isinstance(one, Layout) or isinstance(other, Layout):
+        return []
+    way = "they are compared as objects. Give both one Layout, or use adapt."
+    return [f"it has the blocks of operand 0, but a Layout of its own: {way}"]

@@ -176,12 +176,12 @@ def _attention(randn: Randn) -> Iterator[Check]:
     scores = torch.einsum("bth,bhts->bts", w.double().sigmoid(), gates)
 
     def indexed() -> Tensor:
-        return attention.indexer_scores(q_idx, k_idx, w, bias).masked_fill(~seen, 0)
+        return attention.indexer_scores(q_idx, k_idx, w, bias, causal=True).masked_fill(~seen, 0)
 
     yield Check("attention.indexer_scores", "", indexed, scores.masked_fill(~seen, 0))
 
     def taken() -> Tensor:
-        mask = attention.select_topk(q_idx, k_idx, w, bias, k=k).to_mask()[:, 0]
+        mask = attention.select_topk(q_idx, k_idx, w, bias, k=k, causal=True).to_mask()[:, 0]
         # Rounding may decide which key is the last; it does not change the sum of the scores.
         return (mask * scores).sum(-1)
 
@@ -192,10 +192,12 @@ def _attention(randn: Randn) -> Iterator[Check]:
     near = seen & ~seen.tril(-k)
     selection = attention.Selection.from_mask(near[None])
     want = _attend(q, key, v, near)
-    yield Check("attention.sparse_attention", "", partial(attention.sparse_attention, q, key, v, selection), want)
+    yield Check(
+        "attention.sparse_attention", "", partial(attention.sparse_attention, q, key, v, selection, causal=True), want
+    )
     last = attention.Selection.from_mask(near[None, -1:])
-    decode = partial(attention.sparse_decode, q[:, :, -1:], key, v, last)
-    yield Check("attention.sparse_decode", "", decode, want[:, :, -1:])
+    decode = partial(attention.sparse_attention, q[:, :, -1:], key, v, last, causal=True)
+    yield Check("attention.sparse_attention", "few queries", decode, want[:, :, -1:])
 
 
 def _many_keys(randn: Randn) -> Check:
@@ -207,7 +209,7 @@ def _many_keys(randn: Randn) -> Check:
     scores = torch.einsum("bth,bhts->bts", w.double().sigmoid(), gates).tril(keys - queries)
 
     def taken() -> Tensor:
-        return (attention.select_topk(q, key, w, k=k).to_mask()[:, 0] * scores).sum(-1)
+        return (attention.select_topk(q, key, w, None, k, causal=True).to_mask()[:, 0] * scores).sum(-1)
 
     return Check("attention.select_topk", "bfloat16, many keys", taken, scores.topk(k).values.sum(-1), 1e-3)
 

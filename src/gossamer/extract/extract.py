@@ -265,7 +265,7 @@ def _verify(
         if progress is not None:
             progress(done[min((number + 1) * ranks.size, len(done)) - 1], length)
 
-    if wrong := disk.faults(operator, folder, shards[ranks.rank :: ranks.size], verified):
+    if wrong := disk.faults(folder, shards[ranks.rank :: ranks.size], verified):
         disk.complain(operator, folder, wrong)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from itertools import accumulate
 from pathlib import Path
@@ -105,10 +104,10 @@ class Extraction:
             wrong.append(f"{manifest['statistics']['file']} is gone")
         except disk.Damaged as error:
             wrong.append(f"{manifest['statistics']['file']} is damaged ({error.reason})")
-        wrong += _wrong_vocabulary(path, manifest["settings"])
+        wrong += disk.faults(path, disk.vocabulary_of(manifest["settings"]))
         done = list(accumulate(shard["rows"] for shard in manifest["shards"]))
         tell = progress or (lambda done, rows: None)
-        wrong += disk.faults("Extraction", path, manifest["shards"], lambda number: tell(done[number], done[-1]))
+        wrong += disk.faults(path, manifest["shards"], lambda number: tell(done[number], done[-1]))
         if found is None or wrong:
             disk.complain("Extraction", path, wrong)
         return found
@@ -170,7 +169,7 @@ class Extraction:
             found = disk.read_json("Extraction", file, way_out)
             if found is None:
                 raise FileNotFoundError(f"Extraction: {file} is gone. {way_out}")
-            if not isinstance(found, dict) or _wrong_vocabulary(self.folder, self.manifest["settings"]):
+            if not isinstance(found, dict) or disk.faults(self.folder, disk.vocabulary_of(self.manifest["settings"])):
                 raise disk.Damaged("Extraction", file, "its checksum differs", way_out)
             self._vocabulary = {int(token): piece for token, piece in found.items()}
         pieces = [self._vocabulary.get(token, "") for token in tokens.tolist()]
@@ -237,14 +236,3 @@ def _manifest(folder: Path) -> dict[str, Any]:
     if manifest is None:
         raise FileNotFoundError(f"Extraction: {folder} holds no {disk.MANIFEST}. Name a folder that extract wrote.")
     return manifest
-
-
-def _wrong_vocabulary(folder: Path, settings: dict[str, Any]) -> list[str]:
-    """The faults of the vocabulary of an extraction, if it has one."""
-    file, sha256 = folder / disk.VOCABULARY, settings.get("vocabulary")
-    if sha256 is None:
-        return []
-    if not file.is_file():
-        return [f"{file.name} is gone"]
-    found = hashlib.sha256(file.read_bytes()).hexdigest()
-    return [] if found == sha256 else [f"{file.name} is damaged (its checksum differs)"]

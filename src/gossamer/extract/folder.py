@@ -130,6 +130,11 @@ def load(operator: str, file: Path, sha256: str | None) -> dict[str, Tensor]:
         return load_file(file)
 
 
+def vocabulary_of(settings: dict[str, Any]) -> list[dict[str, Any]]:
+    """The description of the vocabulary of an extraction, if it has one."""
+    return [{"file": VOCABULARY, "sha256": settings["vocabulary"]}] if "vocabulary" in settings else []
+
+
 def digest(file: Path) -> str:
     """SHA-256 of a file, as `sha256sum` has it."""
     found = hashlib.sha256()
@@ -150,7 +155,9 @@ def reading(operator: str, file: Path) -> Iterator[None]:
         raise Damaged(operator, file, str(error)) from error
 
 
-def faults(operator: str, folder: Path, known: Sequence[dict[str, Any]], verified: Callable[[int], Any]) -> list[str]:
+def faults(
+    folder: Path, known: Sequence[dict[str, Any]], verified: Callable[[int], Any] = lambda number: None
+) -> list[str]:
     """The faults of files that a manifest describes by "file" and "sha256"; `verified` is called after each."""
 
     def fault(described: dict[str, Any]) -> str | None:

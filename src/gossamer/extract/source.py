@@ -41,36 +41,17 @@ class Array:
 
     def __init__(self, data: Callable[[], Any], shape: tuple[int, ...], name: str, path: Path | None = None) -> None:
         self.data, self.shape, self.name, self.path = data, shape, name, path
-        self.inner = math.prod(shape[1:-1])
-        self.length, self.d = shape[0] * self.inner, shape[-1]
+        self.length, self.d = math.prod(shape[:-1]), shape[-1]
 
     def read(self, first: int, count: int) -> Tensor:
         """Rows first to first + count."""
-        if count == 0:
-            return torch.empty(0, self.d)
         data = self.data()
-        if len(self.shape) == 2:
-            return _tensor(data[first : first + count])
-        if isinstance(data, Tensor) and data.is_contiguous():
-            return data.reshape(-1, self.d)[first : first + count]
-        if isinstance(data, np.ndarray) and data.flags.c_contiguous:
-            return _tensor(data.reshape(-1, self.d)[first : first + count])
-        pieces = []
-        for outer in range(first // self.inner, -(-(first + count) // self.inner)):
-            low = max(first - outer * self.inner, 0)
-            high = min(first + count - outer * self.inner, self.inner)
-            if len(self.shape) == 3:
-                piece = _tensor(data[outer : outer + 1, low:high]).reshape(-1, self.d)
-            else:
-                piece = _tensor(data[outer : outer + 1]).reshape(-1, self.d)[low:high]
-            pieces.append(piece)
-        return torch.cat(pieces)
-
-
-def _tensor(piece: Any) -> Tensor:
-    if isinstance(piece, Tensor):
-        return piece
-    return torch.from_numpy(np.array(piece, dtype=piece.dtype.newbyteorder("=")))
+        if data.ndim == 2 or (data.is_contiguous() if isinstance(data, Tensor) else data.flags.c_contiguous):
+            piece = data.reshape(self.length, self.d)[first : first + count]
+        else:
+            piece = data[np.unravel_index(np.arange(first, first + count), self.shape[:-1])]
+        # PyTorch takes no array of another byte order.
+        return piece if isinstance(piece, Tensor) else torch.from_numpy(np.array(piece, piece.dtype.newbyteorder("=")))
 
 
 class Source:
@@ -276,8 +257,8 @@ def _open(path: Path, key: str | None) -> Array:
     name = names[0] if key is None else key
     if name not in names:
         raise ValueError(f"extract: {path} holds {', '.join(names)}, and no {name}.")
-    piece = file.get_slice(name)
-    shape = tuple(piece.get_shape())
-    if len(shape) < 2:
-        raise ValueError(f"extract: {name} of {path} must have shape [..., d_in], got {list(shape)}.")
-    return Array(lambda: piece, shape, str(path), path)
+    # The tensor is mapped: rows are read from the disk when they are asked for.
+    tensor = file.get_tensor(name)
+    if tensor.dim() < 2:
+        raise ValueError(f"extract: {name} of {path} must have shape [..., d_in], got {list(tensor.shape)}.")
+    return Array(lambda: tensor, tuple(tensor.shape), str(path), path)

@@ -19,6 +19,8 @@ from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker
 from gossamer.ffn.training import differentiable, with_all
+from gossamer.gemm.linear_glu import linear_glu_operator
+from gossamer.gemm.records import LinearGlu
 from gossamer.rowsparse import Density
 from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse.formats import threshold_dtype
@@ -167,15 +169,10 @@ def _hidden(block: Block) -> Tensor:
 
 
 def _fused(block: Block) -> Tensor:
-    assert block.up_weight is not None
-    return gemm.linear_glu(
-        block.x,
-        block.gate_weight,
-        block.up_weight,
-        activation=block.activation,
-        gate_bias=block.gate_bias,
-        up_bias=block.up_bias,
+    call = LinearGlu(
+        block.x, block.gate_weight, block.up_weight, block.gate_bias, block.up_bias, block.activation, False
     )
+    return linear_glu_operator(call)[0]
 
 
 def _dense(block: Block) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer._core import tuning
@@ -46,6 +47,8 @@ HEAVY = 1.7
 """Times a row of the fused block that a heavy row takes, in Triton's tiles."""
 START = 25e-6
 """Seconds of a sparse path's launches on the device, of more than FEW rows."""
+FILL = 512
+"""Rows that keep all programs of a gather at work: fewer take as long."""
 FEW_STARTS: dict[Path, float] = {"dense": 15e-6, "fused": 9.5e-6, "gather": 9e-6}
 """The same of up to FEW rows, with the wait for what is read first."""
 SEVERAL = 3.5e-6
@@ -146,13 +149,28 @@ def sparse_seconds(m: int, cost: Costs, nnz: float, over: float = 0.0) -> float:
     """Seconds on the device of gathering nnz entries of each row, and of the share `over` of rows that are heavy; it
     grows with both."""
     if m > FEW:
-        return START + m * (cost.gate + nnz * cost.entry + over * cost.heavy)
+        return START + max(m * cost.gate, cost.read) + max(m, FILL) * nnz * cost.entry + m * over * cost.heavy
     union = min(cost.n, m * nnz)
     down = cost.n * cost.column / (cost.products - 1)
     listed = PIECES[m > 1] * union * cost.column
     # By rows, a line is read for whichever of its columns is wanted.
     lines = (1 - (1 - union / max(cost.n, 1)) ** cost.line) * down if cost.by_rows else 0.0
     return FEW_STARTS["gather"] + (SEVERAL if m > 1 else 0.0) + cost.read + listed + lines
+
+
+HOT_SHARE = 1 / 64
+"""Of the rows: a neuron that more of them have takes less time as a column of dense products than entry by entry, where
+it is trained in 16 bits (H200)."""
+
+
+def hot_bound(rows: int, size: int, device: torch.device) -> float:
+    """Of so many rows, how many have a neuron at least that is hot, where an element has `size` bytes: with a margin
+    for the error of a small sample. In float32 dense products are slower beside gathered weights."""
+    expected = rows * HOT_SHARE
+    if device.type == "cuda" and size > 2:
+        rates = tuning.rates(device.index or 0)
+        expected *= 2 * rates.half / ((rates.tf32 if tuning.tf32() else rates.ieee) * size)
+    return expected + 2 * expected**0.5
 
 
 CPU_RATES = 60e9, 30e9, 1.7e-9

@@ -28,8 +28,8 @@ class SparseFfn(NamedTuple):
 
 class SparseTraining(NamedTuple):
     """Rows with more than `limit` entries, or more than `slots` among 256 columns, and rows that no longer fit into
-    `room` entries, stand in no list: they go through dense tiles. K, N, D and M are at least 1, `room` a multiple of
-    16."""
+    `room` entries, stand in no list: they go through dense tiles. So do neurons that many rows have, up to `hot`. K, N,
+    D and M are at least 1, `room` and `hot` multiples of 16."""
 
     x: Tensor
     gate_weight: Tensor
@@ -43,13 +43,16 @@ class SparseTraining(NamedTuple):
     limit: int
     room: int
     slots: int
+    hot: int
 
 
 class Trained(NamedTuple):
-    """out `[M, D]`; l1: the sum of |hidden activations| over M, float32; nnz: entries of each row, int32 `[M]`, and
-    fired: of each neuron, `[N]`. Of the lists of entries: values before they are squared `[room]`, columns `[room]`,
-    offsets of rows int32 `[M + 1]`. heavy: how many rows stand in no list, and which, int32 `[1 + M]`. up_values: the
-    up projection at the entries, `[room]` or `[0]`."""
+    """out `[M, D]`; l1: the sum of |hidden activations| over M, float32; nnz: entries of each row beside those of hot
+    neurons, int32 `[M]`; fired: entries of each neuron, `[N]`. Of the lists of entries: values before they are squared
+    `[room]`, columns `[room]`, offsets of rows int32 `[M + 1]`. heavy: how many rows stand in no list, and which, int32
+    `[1 + M]`. up_values: the up projection at the entries, `[room]` or `[0]`. hot: how many neurons stand in columns,
+    how many would if there were enough, and the former, int32 `[2 + hot]`; hot_values: the gate and the up projection
+    at their entries, 0 elsewhere, `[2 or 1, M, hot]`."""
 
     out: Tensor
     l1: Tensor
@@ -60,6 +63,8 @@ class Trained(NamedTuple):
     offsets: Tensor
     heavy: Tensor
     up_values: Tensor
+    hot: Tensor
+    hot_values: Tensor
 
 
 class SparseTrainingBwd(NamedTuple):
@@ -82,4 +87,6 @@ class SparseTrainingBwd(NamedTuple):
     offsets: Tensor
     heavy: Tensor
     up_values: Tensor
+    hot: Tensor
+    hot_values: Tensor
     squared: bool

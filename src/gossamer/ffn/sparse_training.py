@@ -27,6 +27,8 @@ def _fake(call: SparseTraining) -> Trained:
         offsets=ints(m + 1),
         heavy=ints(m + 1),
         up_values=x.new_empty(0 if call.up_weight is None else room),
+        hot=ints(2 + call.hot),
+        hot_values=x.new_empty(1 if call.up_weight is None else 2, m, call.hot),
     )
 
 
@@ -37,8 +39,8 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
     if grad is None:
         grad = x.new_zeros(x.shape[0], call.down_weight.shape[0])
     penalty = None if penalty is None else penalty.reshape(1)
-    values, columns, offsets, heavy, up_values = kept
-    lists = (values, columns, offsets, heavy, up_values)
+    values, columns, offsets, heavy, up_values, hot, hot_values = kept
+    lists = (values, columns, offsets, heavy, up_values, hot, hot_values)
     dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(grad, penalty, *call[:7], *lists, call.squared))
     return {
         "x": dx,

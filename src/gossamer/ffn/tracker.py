@@ -30,7 +30,8 @@ class BlockTracker:
 
     Attributes:
         last_path: the name of the path last taken, or None.
-        rows: the `rowsparse.DensityTracker` of the entries of rows.
+        rows: the `rowsparse.DensityTracker` of the entries of rows, under gradients beside those of hot neurons.
+        hot: that of the number of hot neurons, under gradients: "rows" are calls.
 
     Raises:
         ValueError, TypeError: lag is no int of at least 1.
@@ -41,6 +42,7 @@ class BlockTracker:
 
     def __init__(self, lag: int = 4, pinned: str | None = None, rows: DensityTracker | None = None) -> None:
         self.rows = DensityTracker(lag, pinned) if rows is None else rows
+        self.hot = DensityTracker(self.rows.lag)
         self.last_path: str | None = None
         self._looked = self._trained = 0
         self._seen: Density | None = None

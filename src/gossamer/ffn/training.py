@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gossamer._core import operator, tuning
+from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.ffn.activity import Activity
-from gossamer.ffn.costs import PATHS, sample_step
+from gossamer.ffn.costs import PATHS, hot_bound, sample_step
 from gossamer.ffn.records import SparseTraining, Trained
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.rowsparse import Density
@@ -29,15 +30,28 @@ operator.PATHS["ffn.gated, ffn.plain"] = {
     "training/dense": "gradients otherwise: `gemm.gated_mlp`, or plain PyTorch for a block without a gate or with a "
     "threshold",
 }
-RATE = 1.5
+RATE = 1.7
 """At how many times the rate of a single row gather that goes: STAGES rows of a program are on their way at once."""
-PRODUCT = 0.78
-"""Of what a product by itself takes, its part in a block of many rows: 4.55 ms for nine (H200, 16,384 x 2,048 x 5,632).
+PRODUCT = 0.72
+"""Of what a product by itself takes, its part in a block of many rows: with what is moved 4.6 ms for nine (H200,
+16,384 x 2,048 x 5,632)."""
+MOVED = 9
+"""Times that dense products and what is between them move a hidden activation."""
+FEW = 3
+"""How many times as long a column takes where there are few, for hot neurons: tiles of products are not full, and the
+lists of the next most frequent neurons are long."""
+LISTS, LISTS_OF_ROW = 8e-5, 2.2e-8
+"""Seconds that lists take whatever they hold, in all and for each row: to make them, and to begin a program."""
+HEAVY, GATHERED = 22, 8
+"""A row with more than one in HEAVY of all columns takes less time in dense tiles: 0.8 us a row, 3.2 ns an entry. Tiles
+take 300 us for the first row, too: where few rows have so many entries, the limit is one in GATHERED."""
+MANY = 32
+"""Of how many rows one is heavy where these are many."""
+SLOTS = 64
+"""Entries of a row that 256 columns have room for, at least: it takes no time that is not used, and memory for a while.
 """
-LISTS, LISTS_OF_ROW = 4e-5, 7e-9
-"""Seconds that making lists takes, whatever there is to do and for each row."""
-HEAVY = 22
-"""Columns for one entry of a row, from which on dense tiles take it: 0.8 us a row, 3.2 ns an entry."""
+HOT, STEP = 320, 64
+"""Hot neurons at most, and in what steps there are columns for them: dense products take as long for any number."""
 MOST = 1 << 30
 """Entries in lists at most: 32 bits hold their places."""
 
@@ -48,35 +62,57 @@ class Sizes(NamedTuple):
     limit: int
     room: int
     slots: int
+    hot: int
 
 
-def sizes_for(m: int, n: int, mean: float | None) -> Sizes:
-    """For rows of N columns with so many entries on average, or for what is not known yet. Powers of two, so that few
-    shapes are met."""
-    each = n / 96 if mean is None else 1.25 * mean
+def sizes_for(m: int, n: int, known: Density | None, hot: int = 0) -> Sizes:
+    """For M rows of N columns by what is known of their entries, or for what is not known yet. Powers of two, so that
+    few shapes are met."""
+    few = known is None or known.over * MANY <= known.rows
+    if known is None:
+        each = n / 96
+    else:
+        each = 1.25 * (known.mean if few else known.light / max(known.rows, 1))
     each = min(n, max(16, 1 << (int(each) - 1).bit_length()))
     in_tile = each * min(1.0, 256 / n)
-    slots = min(256, max(16, 1 << int(2.5 * in_tile).bit_length()))
-    return Sizes(max(64, n // HEAVY), min(MOST, -(-m * each // 16) * 16), slots)
+    slots = min(256, max(SLOTS, 1 << int(2.5 * in_tile).bit_length()))
+    limit = max(64, n // (GATHERED if few else HEAVY))
+    return Sizes(limit, min(MOST, -(-m * each // 16) * 16), slots, hot)
 
 
-def pays(known: Density | None, block: Block, sizes: tuple[int, int, int, int]) -> bool:
-    """Whether lists take less time than dense products, forward and backward, by what is known of a block's entries."""
+def heavy_limit(n: int) -> int:
+    """Entries from which on a row of N columns counts as heavy."""
+    return max(64, n // HEAVY)
+
+
+def columns_for(known: Density | None, n: int) -> int:
+    """How many hot neurons have a column: as many as there were in the last call that is known."""
+    most = min(HOT, max(16, n // 8 // 16 * 16))
+    return most if known is None else min(most, -(-int(known.mean) // STEP) * STEP)
+
+
+def pays(known: Density | None, hot: Density | None, block: Block, sizes: tuple[int, int, int, int]) -> bool:
+    """Whether lists take less time than dense products, forward and backward, by what is known of a block's entries and
+    of its hot neurons."""
     if known is None or not block.x.is_cuda:
         return False
-    return lists_are_faster(
-        known.mean, sizes, block.up_weight is not None, block.x.element_size(), block.x.get_device()
-    )
+    x, columns = block.x, columns_for(hot, sizes[2])
+    return lists_are_faster(known.mean, columns, sizes, block.up_weight is not None, x.element_size(), x.get_device())
 
 
-def lists_are_faster(mean: float, sizes: tuple[int, int, int, int], gated: bool, size: int, index: int) -> bool:
-    """With so many entries a row on average; sizes: M, K, N, D."""
-    m, k, n, d = sizes
+def lists_are_faster(
+    mean: float, columns: int, sizes: tuple[int, int, int, int], gated: bool, size: int, index: int
+) -> bool:
+    """With so many entries a row on average beside those of hot neurons, and so many columns for these; sizes: M, K, N,
+    D."""
+    (m, k, n, d), rates = sizes, tuning.rates(index)
     gate, down = (PRODUCT * dense_seconds(m, *of, size, tuning.tf32(), index) for of in ((k, n), (n, d)))
-    dense = 3 * down + 3 * gate * (2 if gated else 1)
+    moved = MOVED * m * size / rates.copy
+    products = 3 * down + 3 * gate * (2 if gated else 1) + moved * n
     # Of W_up twice, of x and of W_gate; of W_down and of the output's gradient.
-    gathered = mean * m * size * ((4 if gated else 2) * k + 2 * d)
-    return gate + LISTS + m * LISTS_OF_ROW + gathered / (RATE * tuning.rates(index).gather) < dense
+    gathered = mean * m * size * ((4 if gated else 2) * k + 2 * d) / (RATE * rates.gather)
+    hot = FEW * products * columns / n
+    return gate + LISTS + m * LISTS_OF_ROW + gathered + hot < products
 
 
 def differentiable(
@@ -91,37 +127,48 @@ def differentiable(
     """The block's result with gradients; sizes: M, K, N, D; `dense`: the way that computes everything."""
     m, _, n, _ = sizes
     tracker = density if method == "auto" else None
-    known = activity = nnz = None
+    known = activity = None
+    found: tuple[Tensor, Tensor] | None = None
     if tracker is not None:
-        all_computed = "dense" if block.up_weight is None or block.threshold is not None else "fused"
-        method = tracker.rows.path(lambda known: "gather" if pays(known, block, sizes) else all_computed, training=True)
+        of_hot = tracker.hot.known(training=True)
+        computed = "dense" if block.up_weight is None or block.threshold is not None else "fused"
+        method = tracker.rows.path(
+            lambda known: "gather" if pays(known, of_hot, block, sizes) else computed, training=True
+        )
         known = tracker.rows.basis(training=True)
+    hot = columns_for(None, n)
     if density is not None:
         density.last_path = method
+        hot = int(density.hot.path(lambda known: str(columns_for(known, n)), training=True))
     sparse = method == "gather" and 0 not in sizes
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
         if sparse:
-            mean = None if known is None else known.light / max(known.rows, 1)
-            out, activity, nnz = on_lists(block, sizes_for(m, n, mean))
+            out, activity, found = on_lists(block, sizes_for(m, n, known, hot))
         elif with_activity:
             out, activity = with_all(block)
         else:
             out = dense(block)
-    if tracker is not None:
-        if nnz is None and tracker.due_in_training():
-            nnz = sampled_gate(block)
-        if nnz is not None:
-            tracker.rows.record(nnz, training=True, limit=sizes_for(m, n, None).limit)
+    if found is None and tracker is not None and tracker.due_in_training():
+        found = sampled_gate(block)
+    if found is not None and density is not None:
+        nnz, used = found
+        density.hot.record(used, training=True)
+        if tracker is not None:
+            tracker.rows.record(nnz, training=True, limit=heavy_limit(n))
     return out, activity
 
 
-def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, Tensor]:
-    """By lists of the active entries: the block's result, its activity, and the entries of each row."""
+def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, tuple[Tensor, Tensor]]:
+    """By lists of the active entries: the block's result, its activity, and (the entries of each row beside those of
+    hot neurons; `[1]`, how many neurons are hot)."""
+    if not (block.x.is_cuda or INTERPRET):
+        # The CPU computes dense products, and keeps lists alone.
+        sizes = sizes._replace(hot=0)
     call = SparseTraining(*block[:8], block.activation == "relu2", *sizes)
     found = Trained(*sparse_training(call))
     fired = found.fired.long()
     activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
-    return found.out, activity, found.nnz
+    return found.out, activity, (found.nnz, found.hot[1:2])
 
 
 def with_all(block: Block) -> tuple[Tensor, Activity]:
@@ -134,9 +181,25 @@ def with_all(block: Block) -> tuple[Tensor, Activity]:
 
 
 @torch.no_grad()
-def sampled_gate(block: Block) -> Tensor:
-    """How many entries some rows have."""
+def sampled_gate(block: Block) -> tuple[Tensor, Tensor]:
+    """The same of some rows, where all is computed: the entries of each beside those of neurons that would be hot, and
+    how many these are."""
     from gossamer.ffn.block import activated
 
     step = max(16, sample_step(block.x.shape[0]))
-    return (activated(block._replace(x=block.x.detach()[::step])) != 0).sum(1)
+    active = activated(block._replace(x=block.x.detach()[::step])) != 0
+    hot = hot_neurons(active.sum(0), active.shape[0], block.x.element_size())
+    return (active & ~hot).sum(1), hot.sum()[None]
+
+
+def hot_neurons(fired: Tensor, rows: int, size: int) -> Tensor:
+    """Which neurons, `[..., N]`, have columns of dense products if they had so many entries in so many rows."""
+    least, columns = hot_bound(rows, size, fired.device), columns_for(None, fired.shape[-1])
+    # Of neurons that are as frequent as the first without a column none is counted.
+    first = fired.topk(min(columns + 1, fired.shape[-1])).values[..., -1:]
+    return fired > first.clamp(min=least)
+
+
+def light_mean(fired: Tensor, rows: int, size: int) -> Tensor:
+    """Entries of a row, on average, beside those of hot neurons: `[...]` of `fired` as above."""
+    return torch.where(hot_neurons(fired, rows, size), 0, fired).sum(-1) / rows

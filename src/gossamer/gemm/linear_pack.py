@@ -17,7 +17,7 @@ from gossamer.rowsparse.entries import fitting
 from gossamer.rowsparse.formats import empty_slots, threshold_dtype
 from gossamer.rowsparse.linear_source import LinearSource
 from gossamer.rowsparse.matmul import gradients, matmul_operator
-from gossamer.rowsparse.pack import default_capacity
+from gossamer.rowsparse.pack import check_room, default_capacity
 from gossamer.rowsparse.records import Matmul, TransposeKeys
 from gossamer.rowsparse.rows import Rows, unchecked
 from gossamer.rowsparse.transpose import transpose_keys
@@ -75,6 +75,7 @@ def linear_pack(
     if known is None:
         check_operands(operator, x, weight, bias, threshold)
         known = check_sizes(operator, weight.shape[0], capacity, tile, slots)
+        check_room(operator, math.prod(x.shape[:-1]), known[1])
         if autocasts:
             x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
         checks.same_dtype(operator, "x", x, weight=weight)

@@ -328,7 +328,9 @@ class GatedSparseAttention(nn.Module):
                     f"{OPERATOR}: attention_mask [B, 1, T, T] with adaptive or granularity is not implemented. Give "
                     "one of [B, T], or a selection."
                 )
-            scores = attention.indexer_scores(*index, self.indexer.idx_bias)[:, None].masked_fill(~allowed, -torch.inf)
+            scores = attention.indexer_scores(*index, self.indexer.idx_bias, causal=True)[:, None].masked_fill(
+                ~allowed, -torch.inf
+            )
             # Sorted stably: of equal scores the first ones win.
             best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
             allowed = torch.zeros_like(allowed).scatter(3, best, True) & allowed
@@ -387,7 +389,7 @@ class GatedSparseAttention(nn.Module):
             if self.indexer_gradient != "none" and q.shape[2] == k.shape[2] and needs_gradient(*scored_by):
                 through = scored_by
         with span("gsa/sparse_attn"):
-            return attention.sparse_attention(q, k, v, selection, lengths=lengths, indexer=through)
+            return attention.sparse_attention(q, k, v, selection, lengths=lengths, indexer=through, causal=True)
 
     def _with_cache(
         self,
@@ -439,9 +441,9 @@ class GatedSparseAttention(nn.Module):
             return self.attend(q, *cache.keys_and_values(num_keys), index, selection, lengths)
         table = cache.page_table
         with span("gsa/sparse_attn"):
-            out = attention.sparse_decode(q, cache.k, cache.v, selection, page_table=table, lengths=lengths)
-        assert isinstance(out, Tensor)
-        return out
+            return attention.sparse_attention(
+                q, cache.k, cache.v, selection, page_table=table, lengths=lengths, causal=True
+            )
 
     def cache(
         self, batch: int, capacity: int, page_size: int | None = None, *, dtype: torch.dtype | None = None
@@ -468,7 +470,7 @@ class GatedSparseAttention(nn.Module):
         self, x: Tensor, position_ids: Tensor | None = None, indexer: bool = True
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, tuple[Tensor, Tensor, Tensor]]:
         """(q, k, v `[B, heads, T, D]`, q and k turned and v gated; the output's gate or None; the operands of the
-        indexer: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`, empty without `indexer`)."""
+        indexer: q `[B, Hi, T, Di]`, k `[B, T, Di]` and w `[B, T, Hi]`, empty without `indexer`)."""
         y, cos, sin, index = self._products(x, position_ids, indexer)
         return *self._turn(y, cos, sin), index
 
@@ -510,7 +512,7 @@ class GatedSparseAttention(nn.Module):
         return y
 
     def index(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The indexer's inputs: q `[B, n, T, d]`, k `[B, T, d]` and w `[B, T, n]`."""
+        """The indexer's inputs: q `[B, Hi, T, Di]`, k `[B, T, Di]` and w `[B, T, Hi]`."""
         of = self.indexer
         layers = {"idx_q_proj": of.idx_q_proj, "idx_k_proj": of.idx_k_proj, "idx_w_proj": of.idx_w_proj}
         widths = [layer.out_features for layer in layers.values()]
@@ -530,10 +532,10 @@ class GatedSparseAttention(nn.Module):
                 f'{OPERATOR}: adaptive="variance" has to know the usual variance of scores. Call calibrate(x), load a '
                 "state_dict that has adaptive_k.mean, or give an attention.AdaptiveK with a mean."
             )
-        given: dict[str, Any] = {"k": self.k_base} if self.adaptive_k is None else {"adaptive": self.adaptive}
-        given["granularity"] = self.granularity
+        inputs, granularity = (q, k, w, self.indexer.idx_bias), self.granularity
         with span("gsa/topk_select"):
-            return attention.select_topk(q, k, w, self.indexer.idx_bias, lengths=lengths, **given)
+            number = self.adaptive or self.k_base
+            return attention.select_topk(*inputs, number, causal=True, lengths=lengths, granularity=granularity)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"

@@ -10,6 +10,7 @@ from gossamer._core import checks
 from gossamer.rowsparse.entries import listed, slots_of
 from gossamer.rowsparse.formats import spans_of
 from gossamer.rowsparse.linear_source import LinearSource
+from gossamer.rowsparse.pack import check_room
 from gossamer.rowsparse.rows import Rows, check_container, unchecked
 
 
@@ -170,6 +171,7 @@ def cat(rows: Sequence[Rows]) -> Rows:
         checks.same_device(operator, "the first of rows", first.device, rows=one.packed.values)
     whole = [one.complete().packed for one in given]
     room, base, spans = sum(part.values.shape[0] for part in whole), 0, []
+    check_room(operator, 1, room)
     for part in whole:
         starts, counts = part.spans
         # A row that overflowed without a source goes on doing so, in longer buffers too.

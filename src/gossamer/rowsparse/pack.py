@@ -13,7 +13,7 @@ from gossamer.rowsparse.entries import fitting, slots_of
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.rowsparse.linear_source import LinearSource
 from gossamer.rowsparse.records import PackRows, Unpack
-from gossamer.rowsparse.rows import Rows, check_container, unchecked
+from gossamer.rowsparse.rows import MOST_SLOTS, Rows, check_container, unchecked
 
 
 def pack(x: Tensor, *, capacity: int | str | None = None) -> Rows:
@@ -30,7 +30,8 @@ def pack(x: Tensor, *, capacity: int | str | None = None) -> Rows:
 
     Raises:
         TypeError: x is not floating, or capacity is no int.
-        ValueError: x has no dimension, capacity is below 1 or another word, or the entries are more than 2^30.
+        ValueError: x has no dimension, capacity is below 1 or another word, the entries are more than 2^30, or the
+            slots of all rows are 2^32 or more.
         NotImplementedError: `capacity="exact"` under CUDA-graph capture.
 
     Source: the package jumprelu-sae-kernels, its exact and fixed allocation.
@@ -45,6 +46,7 @@ def pack(x: Tensor, *, capacity: int | str | None = None) -> Rows:
     n = x.shape[-1]
     checks.columns(operator, "x", n)
     slots = check_capacity(operator, capacity, n)
+    check_room(operator, math.prod(x.shape[:-1]), slots)
     flat = x.reshape(math.prod(x.shape[:-1]), n)
     values, indices, spans = pack_operator(PackRows(flat, slots))
     if slots is None or slots == n:
@@ -69,6 +71,15 @@ def check_capacity(operator: str, capacity: int | str | None, n: int) -> int | N
         return None
     checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
     return min(capacity, n)
+
+
+def check_room(operator: str, m: int, slots: int | None) -> None:
+    """Raises where m rows of so many slots are more than a container has."""
+    if m * (slots or 0) > MOST_SLOTS:
+        raise ValueError(
+            f"{operator}: the slots of all rows must be fewer than 2^32, got {m} rows of {slots}. Take fewer rows at a "
+            "time, or fewer slots."
+        )
 
 
 def one_program_a_row(m: int, n: int) -> bool:

@@ -15,10 +15,12 @@ from gossamer.rowsparse._torch.pack import Overflowed, overflow_error
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.rowsparse.matmul import check_weight, gradients, multiply, repeat, sampled_operator
+from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.records import SampledMatmul, TransposeKeys
+from gossamer.rowsparse.rows import MOST_SLOTS
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
-from gossamer.sae.decode_path import PATHS, break_even, choose_path, named, path_of
+from gossamer.sae.decode_path import PATHS, choose_path, named, path_of
 from gossamer.sae.records import SaeDecode, SaeDecodeLists
 
 _checked: Checked[int] = Checked()
@@ -107,7 +109,8 @@ def decode(
         _checked.keep(key, 0)
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
-    slots = min(break_even(m, n, d, W_dec) if capacity is None else capacity, n)
+    # Rows with more entries are exact in any case.
+    slots = min(break_even(m, n, d, W_dec) if capacity is None else capacity, n, max(1, MOST_SLOTS // max(m, 1)))
     if keep:
         out = _sae_decode_lists(SaeDecodeLists(flat, W_dec, b_dec, slots, out_dtype))[0]
     else:

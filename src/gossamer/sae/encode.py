@@ -9,27 +9,25 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.operator import register
-from gossamer._core.ops import needs_gradient
-from gossamer.gemm import linear_pack
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
-from gossamer.rowsparse import DensityTracker, Rows
+from gossamer.rowsparse import Rows
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.entries import fitting, slots_of
 from gossamer.rowsparse.formats import empty_slots, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import check_capacity as check_slots
+from gossamer.rowsparse.pack import check_room
 from gossamer.rowsparse.records import DenseTranspose, Matmul, TransposeKeys
 from gossamer.rowsparse.rows import unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
-from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
+from gossamer.sae.encode_path import row_stride
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
-_Known = tuple[int | None, Path]
-"""The results of a call's checks: slots per row by a threshold, the path where nothing is kept for a backward pass."""
-_checked: Checked[_Known] = Checked()
+_checked: Checked[tuple[int | None]] = Checked()
+"""Of each kind of call, the slots per row by a threshold."""
 
 
 def encode(
@@ -40,10 +38,9 @@ def encode(
     *,
     b_dec: Tensor | None = None,
     capacity: int | str | None = None,
-    density: DensityTracker | None = None,
     group: Any = None,
 ) -> Rows:
-    """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs, or both in one.
+    """activation((x - b_dec) @ W_enc + b_enc) as row-sparse latents: a product, and a pass that packs.
 
     z below is the pre-activation, in the dtype of W_enc.
 
@@ -56,12 +53,9 @@ def encode(
             `gemm.BatchTopK(k)` the k * M largest of all M rows together. An element that is not above 0 is never kept.
         b_dec: `[d_in]`, subtracted from x in float32, or None.
         capacity: slots per row for ReLU and JumpReLU, as in `rowsparse.pack`. A row with more entries stays exact: the
-            container keeps its dense activation, or the operands of the product, W_enc, b_enc and threshold, which must
-            then not change before the rows are read. With `"exact"` no row can overflow, and in training the
+            container keeps its dense activation. With `"exact"` no row can overflow, and in training the
             pre-activations are freed, where slots keep them and their gradient for rows that overflow. TopK has k slots
             a row and BatchTopK k * M in all, and neither takes a capacity.
-        density: follows how many entries rows have from call to call, and names the path taken as its `last_path`;
-            where many rows have overflowed, a call without gradients keeps dense pre-activations for them.
         group: None, or a `torch.distributed` process group over whose ranks the latents are spread: see below.
 
     Returns:
@@ -96,7 +90,7 @@ def encode(
         from gossamer.sae.sharded import encode_sharded
 
         return encode_sharded(x, W_enc, b_enc, activation, b_dec, capacity, group)
-    return run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity, density)
+    return run("sae.encode", x, W_enc, b_enc, activation, b_dec, capacity)
 
 
 def run(
@@ -107,13 +101,8 @@ def run(
     activation: Activation | str,
     b_dec: Tensor | None,
     capacity: int | str | None,
-    density: DensityTracker | None = None,
 ) -> Rows:
     """`encode` by one process; `operator` names the public function."""
-    if density is not None and not isinstance(density, DensityTracker):
-        raise TypeError(
-            f"{operator}: density must be a rowsparse.DensityTracker or None, got {type(density).__name__}."
-        )
     if type(activation) not in ACTIVATIONS:
         activation = resolve(operator, activation, ACTIVATIONS)
     parameters: Parameters = activation.parameters  # type: ignore[union-attr]
@@ -125,11 +114,10 @@ def run(
     known = _checked.get(key)
     if known is None:
         W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
-        slots = check_capacity(operator, parameters, capacity, W_enc.shape[1])
-        known = slots, choose_path(name, math.prod(x.shape[:-1]), k, slots, W_enc, False)
+        known = (check_capacity(operator, parameters, capacity, W_enc.shape[1]),)
+        check_room(operator, math.prod(x.shape[:-1]), known[0] or k)
         _checked.keep(key, known)
-    path: str
-    slots, path = known
+    (slots,) = known
     if capacity == "exact":
         checks.no_wait(operator, 'capacity="exact"', "Give the number of slots per row.")
     n, leading = W_enc.shape[1], x.shape[:-1]
@@ -142,50 +130,15 @@ def run(
         scale = scale.detach()
     window = bandwidth if bandwidth is not None and has_window(threshold, ste_to_input) else 0.0
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
-    if density is not None or path == "tiles":
-        differentiable = bool(window) or needs_gradient(x, W_enc, b_enc, b_dec, threshold)
-        if density is not None:
-            given = (name, flat.shape[0], k, slots, W_enc, differentiable)
-            if density.pinned is not None:
-                chosen = choose_path(*given)
-                # Where the product packs, the counts of earlier calls may say otherwise.
-                density.check_pinned(chosen, *(["list"] if chosen == "tiles" else []))
-            path = density.path(lambda known: choose_path(*given, known), training=differentiable)
-        if path == "tiles" and not differentiable:
-            with named(path):
-                rows = _in_tiles(flat, W_enc, b_enc, b_dec, threshold, slots)
-            rows = rows if x.dim() == 2 else rows.reshape(*leading, n)
-            _follow(density, rows, slots, differentiable)
-            return rows
     call = SaeEncode(flat, W_enc, b_enc, b_dec, threshold, name, k, window, slots, scale, ste_to_input)
     values, indices, spans, source, l0 = _sae_encode(call)
     may_overflow = name in ("relu", "jumprelu") and slots is not None and slots < n
-    rows = unchecked(values, indices, spans, (*leading, n), source if may_overflow else None, l0)
-    if density is not None:
-        _follow(density, rows, slots, differentiable)
-    return rows
+    return unchecked(values, indices, spans, (*leading, n), source if may_overflow else None, l0)
 
 
 def has_window(threshold: Tensor | None, ste_to_input: bool) -> bool:
     """Whether an estimate is made in the window around thresholds: for them, or for z."""
     return torch.is_grad_enabled() and (ste_to_input or (threshold is not None and threshold.requires_grad))
-
-
-def _in_tiles(
-    x: Tensor, W_enc: Tensor, b_enc: Tensor | None, b_dec: Tensor | None, threshold: Tensor | None, capacity: int | None
-) -> Rows:
-    """Of x [M, d_in]: without gradients nobody needs the pre-activations, and they are never written."""
-    # x is copied: the caller may change it before the rows that overflowed are read.
-    inner = x.to(W_enc.dtype, copy=True) if b_dec is None else (x - b_dec).to(W_enc.dtype)
-    fixed = "relu" if threshold is None else JumpReLU(threshold)
-    rows = linear_pack(inner, W_enc.t(), b_enc, fixed, capacity=capacity, slots=TILE_SLOTS)
-    # Every entry is above 0.
-    return unchecked(*rows.packed[:3], rows.shape, rows.packed.source, rows.counts.to(threshold_dtype(rows.dtype)))
-
-
-def _follow(density: DensityTracker | None, rows: Rows, slots: int | None, differentiable: bool) -> None:
-    if density is not None:
-        density.record(rows.counts, training=differentiable, limit=rows.num_columns if slots is None else slots)
 
 
 def check_operands(
@@ -243,8 +196,7 @@ def _fake(call: SaeEncode) -> tuple[Tensor, ...]:
         room, keeps = torch.library.get_ctx().new_dynamic_size(), False
     else:
         room, keeps = m * capacity, capacity < n
-    stride = row_stride(m, n, weight, call.activation) if keeps else 0
-    source = weight.new_empty(m, stride)[:, :n] if keeps else weight.new_empty(0, n)
+    source = weight.new_empty(m, row_stride(n, weight))[:, :n] if keeps else weight.new_empty(0, n)
     return *empty_slots(weight, m, room), source, weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
 
 

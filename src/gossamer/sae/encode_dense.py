@@ -11,8 +11,8 @@ from gossamer.gemm.activations import Activation, resolve
 from gossamer.rowsparse import Density
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.pack import default_capacity
-from gossamer.sae import decode_path
 from gossamer.sae._torch import encode_dense as _cpu
 from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has_window
 from gossamer.sae.records import SaeEncodeDense, SaeEncodeDenseBwd
@@ -62,15 +62,6 @@ def encode_dense(
     return acts.view(*leading, n), l0.view(leading), fired, nnz.view(leading)
 
 
-def break_even(m: int, d_in: int, d_sae: int, weight: Tensor) -> float:
-    """The mean number of entries a row from which on dense products are faster than sparse ones, in training and in
-    inference: that is less than for a product with dense rows, which have to be packed first."""
-    # On x86 0.3 to 0.5 of it were measured, at 64 to 512 rows. On an H200 entries that fit cost a step 10 us each from
-    # 76 to 186 a row, and the dense way some 6 ms more than none.
-    factor = 1.25 if weight.device.type == "cuda" else 0.4
-    return factor * decode_path.break_even(m, d_sae, d_in, weight)
-
-
 WIDEST = 2
 """How many times the slots that rows have by default they have at most where earlier ones filled these."""
 
@@ -95,28 +86,25 @@ def choose_path(
     what a tracker knows. Before it knows anything the path is dense in training and sparse in inference. `times`
     multiplies the break-even, where the dense path is a slower one than `encode_dense`."""
     d_sae, d_out = W_dec.shape
-    limit = break_even(m, d_out, d_sae, W_dec)
+    gpu = W_dec.device.type == "cuda"
+    # On x86 0.3 to 0.5 of it were measured, at 64 to 512 rows.
+    limit = (1 if gpu else 0.4) * break_even(m, d_sae, d_out, W_dec)
     if expected is not None:
         entries: float = expected
     elif known is None:
         return "dense" if training else "sparse"
     else:
-        entries = known.light / max(known.rows, 1) + limit * again(known, training, W_dec.device.type == "cuda")
+        entries = known.light / max(known.rows, 1) + limit * again(known, training, gpu)
     return "dense" if entries > times * limit else "sparse"
 
 
 def again(known: Density, training: bool, on_gpu: bool) -> float:
-    """The cost of dense products of rows that overflowed, in break-evens."""
+    """The cost of dense products of rows that overflowed, in break-evens. On a GPU the forward pass multiplies whole
+    blocks of neighbours, which costs more than `encode_dense` saves, and the backward pass lists such rows."""
     share = known.over / max(known.rows, 1)
     if not on_gpu:
         return 1.5 * share
-    if not known.over:
-        return 0.0
-    # The forward pass multiplies whole blocks of neighbours, and such rows lie anywhere; the backward pass lists them.
-    # Two of a step's three such products took an H200 1.8 ms for one row of 4,096 and 5.1 for a fifth of them, and a
-    # break-even is 5.4.
-    blocks = 1 - (1 - share) ** min(128, known.rows)
-    return 0.35 + 0.25 * blocks + 2.6 * share if training else 1.2 + 1.3 * blocks
+    return (0.5 if training else 1.5) + 2.6 * share if known.over else 0.0
 
 
 def _fake(call: SaeEncodeDense) -> tuple[Tensor, ...]:

@@ -54,17 +54,6 @@ class SaeEncodeBwdSource(NamedTuple):
     bandwidth: float
 
 
-class SaeSquaredError(NamedTuple):
-    x: Strided
-    y: Strided
-
-
-class SaeSquaredErrorBwd(NamedTuple):
-    grad: Strided
-    x: Strided
-    y: Strided
-
-
 class SaeEncodeDense(NamedTuple):
     x: Strided
     weight: Strided

@@ -20,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import deterministic
 
 from gossamer._core import files
-from gossamer.ffn.training import lists_are_faster, sizes_for
+from gossamer.ffn.training import columns_for, light_mean, lists_are_faster, sizes_for
 from gossamer.sparsity import DeadNeuronTracker, reinitialize_, scalars
 from gossamer.train import checkpoint
 from gossamer.train.config import Config
@@ -137,20 +137,21 @@ class Run:
                 self._before = self._now()
 
     def _choose(self) -> None:
-        """Sends each block on lists of its active entries, or on dense products, by its L0 in a step whose record every
-        process has that comes here: a run that goes on chooses as one that was not stopped."""
+        """Sends each block on lists of its active entries, or on dense products, by how many entries stand
+        beside those of hot neurons in a step whose record every process has that comes here: a run that goes on chooses
+        as one that was not stopped."""
         config, step = self.config, self.step // CHOSEN * CHOSEN - 1
         known = self.records[step - 1] if 0 < step <= len(self.records) else None
         sizes = (config.micro_batch * config.length, config.hidden, config.intermediate, config.hidden)
-        room = sizes_for(sizes[0], config.intermediate, None).room
+        room, columns = sizes_for(sizes[0], config.intermediate, None).room, columns_for(None, config.intermediate)
         for number, block in enumerate(self.model.blocks()):
             method = config.method
             if method == "auto":
                 method = "fused"
                 if known is not None and self.device.type == "cuda" and config.activation != "silu":
-                    mean, index = known[f"l0/{number:02}"], self.device.index or 0
+                    mean, index = known[f"light/{number:02}"], self.device.index or 0
                     fits = FULL * mean * sizes[0] < room
-                    if fits and lists_are_faster(mean, sizes, config.gated, self.model.dtype.itemsize, index):
+                    if fits and lists_are_faster(mean, columns, sizes, config.gated, self.model.dtype.itemsize, index):
                         method = "gather"
             block.method = method
 
@@ -194,7 +195,9 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad()
         dead = torch.zeros(config.layers, 1, dtype=torch.bool, device=self.device)
+        light = torch.full((config.layers,), float(config.intermediate), device=self.device)
         if out.activity is not None:
+            light = light_mean(out.activity.fired, micro * config.length, self.model.dtype.itemsize)
             dead = self.tracker.step()
             if config.reinitialize:
                 self.generator.manual_seed((config.seed << 32) + self.step)
@@ -202,7 +205,8 @@ class Run:
                     reinitialize_(gate, silent, rate=config.reinitialize, generator=self.generator)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         means = self._summed(torch.stack(sums).sum(0)) / self.world
-        return torch.cat((norm[None], means, dead.float().mean(1)))
+        light = self._summed(light.float()) / self.world
+        return torch.cat((norm[None], means, dead.float().mean(1), light))
 
     def _refuse(self, unlisted: Tensor) -> None:
         """Raises where more tokens of a micro-batch are in no list than there may be, before the optimizer's step."""
@@ -260,7 +264,8 @@ class Run:
         others |= {"coefficient": self.config.schedule(step - 1), "tokens/s": self.config.tokens_per_step / seconds}
         if validation is not None:
             others["validation"] = validation()
-        dead = values[3 + layers :, None]
+        dead, light = values[3 + layers : 3 + 2 * layers, None], values[3 + 2 * layers :].tolist()
+        others |= {f"light/{number:02}": mean for number, mean in enumerate(light)}
         record = {"step": step, **scalars(values[3 : 3 + layers], dead, **others)}
         if self.device.type == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)

@@ -56,8 +56,8 @@ def gates_of(w_ptr, rows, h, Tq, HEADS: gl.constexpr):
 
 @gluon.jit
 def factors(w_ptr, bias_ptr, rows, Tq, HEADS: gl.constexpr):
-    """(what a key scores at least, each head's weight, each head's bias), so that tanh takes the place of sigmoid: as
-    sigmoid(x) = (1 + tanh(x / 2)) / 2, what is constant is added once."""
+    """(the least score of a key, each head's weight, each head's bias), so that tanh takes the place of sigmoid: as
+    sigmoid(x) = (1 + tanh(x / 2)) / 2, the constant terms are added once."""
     total = gl.zeros_like(rows).to(gl.float32)
     for h in gl.static_range(HEADS):
         total += gates_of(w_ptr, rows, h, Tq, HEADS)
@@ -123,7 +123,7 @@ def queries_of(lengths_ptr, row, padded, Tq, Tk, ahead):
 
 @gluon.jit
 def edge(whole, column, visible, window, sinks):
-    """A tile's keys with what is always kept above all, and 0 behind what is visible."""
+    """A tile's keys, of which always-kept ones are above all, and 0 behind the visible ones."""
     kept = (column < sinks) | (column >= visible - window)
     return gl.where(column < visible, gl.where(kept, KEPT, whole), 0)
 
@@ -197,7 +197,7 @@ def _index_keys_kernel(
     stride, ahead, window, sinks, scale, HEADS: gl.constexpr, STAGES: gl.constexpr, UNIT: gl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, block of rows of the slab), the longest rows first; of blocks that are marked, where
-    there are marks. `k_desc` has one of UNIT keys. With `bound_ptr`, `keys_ptr` are lists, with what is always kept."""
+    there are marks. `k_desc` has one of UNIT keys. With `bound_ptr`, `keys_ptr` are lists, with always-kept keys."""
     BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
     BLOCK_N: gl.constexpr = k_desc.block_type.shape[1]
     D: gl.constexpr = k_desc.block_type.shape[2]
@@ -208,7 +208,7 @@ def _index_keys_kernel(
     ready = barriers(STAGES + 1)
     block = gl.num_programs(1) - 1 - gl.program_id(1)
     batch, begin, length, offset = queries_of(lengths_ptr, first + block * BLOCK_M, padded, Tq, Tk, ahead)
-    # What the block's last query sees is what any of them sees; its first, the least.
+    # The block's last query sees all keys that any of its queries sees; its first sees the fewest.
     end = units(gl.minimum(gl.minimum(begin + BLOCK_M, Tq) - 1 + offset, length), UNIT)
     least = units(gl.minimum(begin + offset, length), UNIT)
     part, parts = gl.program_id(0), gl.num_programs(0)
@@ -277,7 +277,7 @@ def _index_keys_kernel(
 
 
 def readable(q: Tensor, k: Tensor) -> bool:
-    """Whether q `[B, Hi, Tq, Di]` and k `[B, Tk, Di]` are what the kernel takes: an even number of heads of 64 or 128,
+    """Whether q `[B, Hi, Tq, Di]` and k `[B, Tk, Di]` suit the kernel: an even number of heads of 64 or 128,
     in 16 bits, whose tiles leave room for three programs, and whose rows begin at 16 bytes, for the copy engine."""
     heads, d = q.shape[1], q.shape[3]
     if q.element_size() != 2 or d not in (64, 128) or heads % 2 or not 0 < heads * d <= 512:
@@ -290,21 +290,21 @@ def readable(q: Tensor, k: Tensor) -> bool:
 
 
 def descriptors(q: Tensor, k: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """What the copy engine reads a head's queries and the keys by: what lies outside reads as 0."""
+    """Descriptors by which the copy engine reads a head's queries and the keys; rows outside read as 0."""
     return _descriptor(q, ROWS), _descriptor(k, COLUMNS)
 
 
 def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     block = [*[1] * (x.dim() - 2), rows, x.shape[-1]]
     found = TensorDescriptor(x, list(x.shape), list(x.stride()), block, LAYOUTS[x.dim()])
-    # What a launch knows it by: to look into a layout takes longer than all else that it asks.
+    # A launch's key of the descriptor: to look into a layout takes longer than all other parts of the key.
     vars(found)["kind"] = x.dtype, *block
     return found
 
 
 class Sparing(NamedTuple):
-    """What a launch spares: rows in blocks without a mark, all but one key of a unit, keys below a bound. Others are
-    listed, in `parts`, and counted; what window and sinks always keep reaches any bound."""
+    """Work that a launch spares: rows in blocks without a mark, all but one key of a unit, keys below a bound. Other
+    keys are listed, in `parts`, and counted; keys of window and sinks reach any bound."""
 
     flags: Tensor | None = None
     unit: int = 1

@@ -32,47 +32,51 @@ def unit_keys(keys: Tensor, visible: Tensor, granularity: int) -> Tensor:
     return keys.unflatten(1, (-1, granularity)).amax(2)
 
 
-def rows_k(
-    keys: Tensor,
-    visible: Tensor,
-    gates: Tensor,
-    mean: Tensor | None,
-    predictor: Tensor | None,
-    bounds: tuple[int, int, int],
-    rule: str,
-    temperature: float,
-) -> Tensor:
-    """How many keys each query takes, int64 [R]: from its visible keys [R, Tk], and constants."""
+def by_rule(
+    rule: str, bounds: tuple[int, int, int], temperature: float, mean: Tensor | None, predictor: Tensor | None,
+    statistics: tuple[Tensor, ...], seen: Tensor,
+) -> Tensor:  # fmt: skip
+    """The number that a rule gives queries that see so many columns, whose scores have this mean, variance, maximum and
+    entropy; neither rounded nor bounded."""
     k_min, k_base, k_max = bounds
+    average, variance, largest, entropy = statistics
+    if rule == "entropy":
+        return k_base * (0.5 + temperature * entropy / (seen + 1).log())
+    assert mean is not None
+    if rule == "variance":
+        return k_base * (0.5 + 1 / (1 + temperature * variance / mean.float()))
+    assert predictor is not None
+    known = torch.stack([average, variance.sqrt(), largest], -1)
+    hidden = (known @ predictor[:, :3].t() + predictor[:, 3]).relu()
+    return k_min + (k_max - k_min) * (hidden @ predictor[:, 4] + mean.float()).sigmoid()
+
+
+def rows_k(call: SelectTopk, keys: Tensor, visible: Tensor, gates: Tensor) -> Tensor:
+    """How many columns each query takes, int64 [R]: from its visible keys [R, columns], and constants."""
+    k_min, _, k_max = call.bounds
     inside = torch.arange(keys.shape[1], device=keys.device) < visible[:, None]
     step = gates.sum(1).float() / LEVELS
     level = torch.where(inside, keys - 1, 0)
     n = visible.clamp(min=1).float()
     average = level.sum(1).float() / n
     top = level.amax(1) if level.shape[1] else torch.zeros_like(visible)
-    if rule == "entropy":
+    variance = entropy = average
+    if call.rule == "entropy":
         below = (level - top[:, None]).float() * step[:, None]
         parts = torch.where(inside, below.exp(), 0)
         partition = parts.sum(1)
         entropy = partition.log() - (parts * below).sum(1) / partition
-        k = k_base * (0.5 + temperature * entropy / (n + 1).log())
     else:
         off = torch.where(inside, (level.float() - average[:, None]) * step[:, None], 0)
         variance = off.square().sum(1) / (n - 1).clamp(min=1)
-        assert mean is not None
-        if rule == "variance":
-            k = k_base * (0.5 + 1 / (1 + temperature * variance / mean.float()))
-        else:
-            assert predictor is not None
-            seen = torch.stack([average * step, variance.sqrt(), top.float() * step], 1)
-            hidden = (seen @ predictor[:, :3].t() + predictor[:, 3]).relu()
-            k = k_min + (hidden @ predictor[:, 4] + mean.float()).sigmoid() * (k_max - k_min)
+    statistics = (average * step, variance, top.float() * step, entropy)
+    k = by_rule(call.rule, call.bounds, call.temperature, call.mean, call.predictor, statistics, n)
     # Not a number takes the fewest.
     return torch.where(k >= k_min, k.clamp(max=k_max), float(k_min)).long()
 
 
 def take(keys: Tensor, visible: Tensor, k: Tensor, recent: Tensor, sinks: int) -> Tensor:
-    """Mask [R, Tk] of what each query takes of keys [R, Tk], of which the first `visible` count, and those from
+    """Mask [R, Tk] of the keys that each query takes of keys [R, Tk]. The first `visible` count, of which keys from
     `recent` on and the first `sinks` are always kept."""
     columns = torch.arange(keys.shape[1], device=keys.device)
     kept = (columns < sinks) | (columns >= recent[:, None])
@@ -88,8 +92,8 @@ def take(keys: Tensor, visible: Tensor, k: Tensor, recent: Tensor, sinks: int) -
 
 def select_topk(call: SelectTopk) -> Tensor:
     """Operator `select_topk`."""
-    q, k, w, bias, lengths, mean, predictor = call[:7]
-    top, k_min, k_max, rule, temperature, scale, causal, window, sinks, workspace, granularity = call[7:]
+    q, k, w, bias, lengths = call[:5]
+    scale, causal, window, sinks, workspace, granularity = call[12:]
     (b, _, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
     visible = visible_keys(tq, tk, causal, lengths, b, q.device)
     mask = torch.zeros(b, 1, tq, tk, dtype=torch.bool, device=q.device)
@@ -103,10 +107,7 @@ def select_topk(call: SelectTopk) -> Tensor:
             gates, seen = gates_of[part], visible[i, part]
             keys = index_keys(q[i, :, part].to(dtype), keys_of, gates, bias, scale)
             keys, columns = unit_keys(keys, seen, granularity), -(-seen // granularity)
-            wanted = torch.full_like(seen, top // granularity)
-            if rule:
-                bounds = (k_min // granularity, top // granularity, k_max // granularity)
-                wanted = rows_k(keys, columns, gates, mean, predictor, bounds, rule, temperature)
+            wanted = rows_k(call, keys, columns, gates) if call.rule else torch.full_like(seen, call.bounds[1])
             recent = (seen - (window or 1 - granularity)).clamp(min=0) // granularity
             taken = take(keys, columns, wanted, recent, -(-sinks // granularity))
             taken = taken.repeat_interleave(granularity, 1)[:, :tk]

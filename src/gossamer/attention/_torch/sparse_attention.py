@@ -6,9 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer.attention.records import IndexerLoss, SparseAttention, SparseAttentionBwd, StraightThrough
+from gossamer.attention.records import QUERIES, IndexerLoss, SparseAttention, SparseAttentionBwd, StraightThrough
 
-QUERIES, PARTS = 64, 2
+PARTS = 2
 Block = tuple[int, slice, slice, slice, Tensor, Tensor]
 
 
@@ -89,7 +89,7 @@ def _rows(x: Tensor, block: Block, table: Tensor | None = None) -> Tensor:
     first, last = (int(page.min()), int(page.max())) if len(page) else (0, -1)
     if first < 0 or last >= x.shape[0]:
         raise ValueError(
-            f"attention.sparse_decode: page_table must name pages in [0, P) with P = {x.shape[0]} for keys that a "
+            f"attention.sparse_attention: page_table must name pages in [0, P) with P = {x.shape[0]} for keys that a "
             f"query takes, got {first} to {last}."
         )
     return x[page, keys % x.shape[1], theirs].transpose(0, 1)

@@ -1,4 +1,4 @@
-"""What the kernels of the indexer share: its gates, and which keys a query sees."""
+"""Functions that the kernels of the indexer share: its gates, and the keys that a query sees."""
 
 import triton
 import triton.language as tl

@@ -1,6 +1,6 @@
 """How many keys each query takes, from the spread of its own scores.
 
-A program owns a row of the slab and walks it twice, in chunks of fixed size: the sum, then what is taken about the mean
+A program owns a row of the slab and walks it twice, in chunks of fixed size: the sum, then the moments about the mean
 and the largest. Nothing but the row and constants enters, so that the result depends on neither batch nor slab.
 """
 
@@ -11,6 +11,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.attention._triton._indexer import in_units, load_gates, valid_keys, visible_keys
 from gossamer.attention.levels import LEVELS, RULES
+from gossamer.attention.records import SelectTopk
 
 
 @triton.jit
@@ -83,24 +84,12 @@ def _adaptive_k_kernel(
     tl.store(k_ptr + row, k.to(tl.int32))
 
 
-def rows_k(
-    keys: Tensor,
-    w: Tensor,
-    lengths: Tensor | None,
-    mean: Tensor | None,
-    predictor: Tensor | None,
-    k: Tensor,
-    sizes: tuple[int, ...],
-    bounds: tuple[int, int, int],
-    rule: str,
-    temperature: float,
-    unit: int = 1,
-) -> None:
-    """Fills k, int32 [rows of the slab]; `sizes` are first, Tq, padded, Tk, stride, ahead, and `bounds` the least k,
-    the base and the most, in columns of `unit` keys, as k is."""
-    meta = {"STEPS": LEVELS, "HEADS": w.shape[2], "RULE": RULES.index(rule)}
-    meta |= {"HIDDEN": 1 if predictor is None else predictor.shape[0], "BLOCK": 2048, "UNIT": unit}
-    args = (keys, w, lengths, mean, predictor, k, *sizes, *bounds, temperature)
+def rows_k(call: SelectTopk, keys: Tensor, k: Tensor, sizes: tuple[int, ...]) -> None:
+    """Fills k, int32 [rows of the slab], in columns; `sizes` are first, Tq, padded, Tk, stride and ahead."""
+    predictor = call.predictor
+    meta = {"STEPS": LEVELS, "HEADS": call.w.shape[2], "RULE": RULES.index(call.rule)}
+    meta |= {"HIDDEN": 1 if predictor is None else predictor.shape[0], "BLOCK": 2048, "UNIT": call.granularity}
+    args = (keys, call.w, call.lengths, call.mean, predictor, k, *sizes, *call.bounds, call.temperature)
     _adaptive_k_kernel((k.shape[0], 1, 1), args, meta, num_warps=8)
 
 

@@ -6,12 +6,12 @@ each stretch of the row. The key that k / 16 of these reach, and some deviations
 more than k keys of the row reach it, and not many more. Then all are scored, and those that reach the bound are listed
 (`_gluon/select_topk.py`). Each thread of a row and part of the keys has a list, so that nothing passes between threads.
 Entries are in no order, for each holds all that ranks it: its key, and below that the bits of its column, the lower
-columns higher. No two of a row are equal, so that the k highest, ties included, are what reaches one threshold.
+columns higher. No two of a row are equal, so that one threshold separates the k highest, ties included.
 `_candidates_kernel` has a program for each row: it holds the entries in registers, narrows a bracket of thresholds by
 counting, as if their number fell by the same factor everywhere between its ends, and sets the row's bit in the words of
 the k highest, by atomics whose order does not show.
 
-A row of which too few keys are listed, or too many for a list, marks its block of 64 rows. What is marked is scored and
+A row of which too few keys are listed, or too many for a list, marks its block of 64 rows. Marked blocks are scored and
 counted again, in the way that takes any row; its launches are there in any case, and end at once.
 
 One H100 (`benchmarks/attention/tune_select_topk.py`), 2,048 of 131,072 keys: 24.5 ms, where it took 37.9 to store all
@@ -41,7 +41,7 @@ PARTS = 8
 LISTS = 4 * PARTS
 """Of a row: four threads hold its columns of a tile."""
 CLUSTER = 48
-"""What a list has room for beyond twice what is expected, for high scores that are neighbours."""
+"""Entries that a list has room for beyond twice the expected number, for high scores that are neighbours."""
 ALIGNED = 4096
 """Bytes at a multiple of which lists begin: a multiple of a list's."""
 NONE = tl.constexpr(-(1 << 31))
@@ -52,7 +52,8 @@ def _candidates_kernel(
     lists_ptr, counts_ptr, bound_ptr, threshold_ptr, last_ptr, flags_ptr, words_ptr, lengths_ptr, first, Tq, padded, Tk,
     ahead, k, LISTS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
-    """Program (row of the slab). `threshold_ptr` and `last_ptr` get what a row that is counted again begins with."""
+    """Program (row of the slab). `threshold_ptr` and `last_ptr` get the first values of rows that are
+    counted again."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     visible = visible_keys((first + row) % padded, valid_keys(lengths_ptr, (first + row) // padded, Tk), Tq, ahead)
     take = tl.minimum(visible, k)

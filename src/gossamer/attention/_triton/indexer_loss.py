@@ -17,10 +17,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton.key_lists import QUERIES, key_lists
+from gossamer.attention._triton.key_lists import key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
 from gossamer.attention._triton.sparse_attention_bwd import await_entry, row_statistics
-from gossamer.attention.records import IndexerLoss, StraightThrough
+from gossamer.attention.records import QUERIES, IndexerLoss, StraightThrough
 
 BLOCK_N: tl.constexpr = tl.constexpr(32)
 PARTS: tl.constexpr = tl.constexpr(8)
@@ -158,7 +158,7 @@ def _indexer_rows_kernel(
     """Program (M queries, batch): without values the loss of each; the gradients of q, w and bias before those are
     summed.
 
-    rows is float32: [B, n, T] gradients of the weights after their sigmoid, as many of the biases, losses [B, T].
+    rows is float32: [B, Hi, T] gradients of the weights after their sigmoid, as many of the biases, losses [B, T].
     """
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI

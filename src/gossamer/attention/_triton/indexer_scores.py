@@ -70,7 +70,7 @@ def _indexer_scores_fwd_kernel(
 def head_terms(
     q, k, grad_ptr, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION: tl.constexpr, FAST: tl.constexpr
 ):
-    """(grad * sigmoid, gradient with respect to what the sigmoid is taken of), both float32 [rows, keys]."""
+    """(grad * sigmoid, gradient with respect to the sigmoid's argument), both float32 [rows, keys]."""
     inside = (keys[None, :] < visible[:, None]) & (rows < Tq)[:, None]
     # A key that is not seen may hold NaN.
     active = tl.where(inside, sigmoid(tl.dot(q, k.T, input_precision=PRECISION) * scale + bias, FAST), 0.0)

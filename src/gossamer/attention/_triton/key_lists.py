@@ -1,11 +1,12 @@
-"""The keys that a group of neighbouring queries takes, listed, with the bits of who takes them beside each.
+"""The keys that a group of neighbouring queries takes, listed, with the bits of the queries that take it beside each.
 
 A group is PARTS blocks of 64 queries. Its list is one buffer of 1 + 2 * PARTS rows of int32: the keys, ascending, and
 below each the bits of the group's queries, 32 a row, in which keys behind a query (with `causal`) and from a length on
-are cleared. Whoever gathers by the list therefore knows no other rule than the bits, and reads them side by side.
+are cleared. A kernel that gathers by the list therefore needs no other rule than the bits, and reads them side by side.
 
 One program walks the words of a group, BLOCK keys at a time, and carries how many it has listed. A list has as many
-slots as there are visible keys, so that it cannot overflow.
+slots as there are visible keys, so that it cannot overflow. Where groups are few, the keys are cut into segments, each
+with a program, a list and a count of its own: `slots_of` finds the entries of the whole list.
 """
 
 import torch
@@ -15,8 +16,10 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.attention._triton._indexer import valid_keys
+from gossamer.attention.records import QUERIES
 
-QUERIES = 64
+SEGMENT_TILE = 1024
+"""Keys of a segment that a program looks at together."""
 
 
 @triton.jit
@@ -34,24 +37,33 @@ def positions(lengths_ptr, batch, Tq, Tk):
     return length, tl.maximum(length - Tq, tl.minimum(Tk - Tq, 0))
 
 
+@triton.jit
+def slots_of(slot, starts, each):
+    """Where the entries of a group's whole list lie, if a segment has room for `each` and they begin at `starts`."""
+    begun = starts[None, :] <= slot[:, None]
+    segment = tl.sum(begun.to(tl.int32), axis=1) - 1
+    return segment * each + slot - tl.max(tl.where(begun, starts[None, :], 0), axis=1)
+
+
 @launch.kernel(do_not_specialize=["N", "first"])
 def _key_lists_kernel(
-    words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tq, Tk, first, capacity, SCOPES: tl.constexpr,
-    CAUSAL: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    words_ptr, lengths_ptr, lists_ptr, counts_ptr, N, Tq, Tk, first, each, SCOPES: tl.constexpr, CAUSAL: tl.constexpr,
+    PARTS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (batch and scope, group from `first` on)."""
-    scope, group = tl.program_id(0), tl.program_id(1)
+    """Program (batch and scope, group from `first` on, segment of `each` keys)."""
+    scope, group, segment = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     part = (first + group) * PARTS + tl.arange(0, PARTS)
     out = group.to(tl.int64) * tl.num_programs(0) + scope
+    capacity = tl.num_programs(2) * each
     words_ptr += (scope.to(tl.int64) * N + part)[:, None] * Tk
-    lists_ptr += out * (1 + 2 * PARTS) * capacity
+    lists_ptr += out * (1 + 2 * PARTS) * capacity + segment * each
     # Query i stands at key i + offset.
     end, offset = positions(lengths_ptr, scope // SCOPES, Tq, Tk)
-    end = tl.minimum(end, capacity)
+    end = tl.minimum(end, (segment + 1) * each)
     if CAUSAL:
         end = tl.minimum(end, (first + group + 1) * (64 * PARTS) + offset)
     found = 0
-    for start in tl.range(0, end, BLOCK, num_stages=2):
+    for start in tl.range(segment * each, end, BLOCK, num_stages=2):
         key = start + tl.arange(0, BLOCK)
         word = tl.load(words_ptr + key[None, :], mask=(part < N)[:, None] & (key < end)[None, :], other=0)
         if CAUSAL:
@@ -66,7 +78,7 @@ def _key_lists_kernel(
         tl.store(at, word.to(tl.int32), mask=(taken != 0)[None, :])
         tl.store(at + capacity, (word >> 32).to(tl.int32), mask=(taken != 0)[None, :])
         found += tl.sum(taken, axis=0)
-    tl.store(counts_ptr + out, found)
+    tl.store(counts_ptr + out * tl.num_programs(2) + segment, found)
 
 
 def keys_of_tile(parts: int) -> int:
@@ -75,24 +87,35 @@ def keys_of_tile(parts: int) -> int:
 
 
 def key_lists(
-    words: Tensor, lengths: Tensor | None, num_queries: int, causal: bool, parts: int, first: int = 0, most: int = 0
+    words: Tensor,
+    lengths: Tensor | None,
+    num_queries: int,
+    causal: bool,
+    parts: int,
+    first: int = 0,
+    most: int = 0,
+    segments: int = 1,
 ) -> tuple[Tensor, Tensor]:
-    """(lists int32 [groups, B * S, 1 + 2 * parts, capacity], counts int32 [groups, B * S]) of groups from `first` on.
+    """(lists int32 [groups, B * S, 1 + 2 * parts, capacity], counts int32 [groups, B * S, segments]) of groups from
+    `first` on.
 
-    `most` bounds the groups, 0 does not.
+    `most` bounds the groups, 0 does not. A segment has capacity / segments slots.
     """
     b, s, n, tk = words.shape
     groups = launch.cdiv(n, parts) - first
     groups = min(groups, most) if most else groups
     # Keys that any of the queries may see, in whole cache lines; with lengths no query stands further back.
     seen = min(tk, (first + groups) * parts * QUERIES + tk - num_queries) if causal else tk
-    capacity = launch.cdiv(max(seen, 1), 32) * 32
-    lists = torch.empty(groups, b * s, 1 + 2 * parts, capacity, dtype=torch.int32, device=words.device)
-    counts = torch.empty(groups, b * s, dtype=torch.int32, device=words.device)
-    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": keys_of_tile(parts)}
-    args = (words, lengths, lists, counts, n, num_queries, tk, first, capacity)
-    _key_lists_kernel((b * s, groups, 1), args, meta, num_warps=8)
+    each = launch.cdiv(max(seen, 1), 32 * segments) * 32
+    lists = torch.empty(groups, b * s, 1 + 2 * parts, segments * each, dtype=torch.int32, device=words.device)
+    counts = torch.empty(groups, b * s, segments, dtype=torch.int32, device=words.device)
+    block, warps = (keys_of_tile(parts), 8) if segments == 1 else (SEGMENT_TILE, 4)
+    meta = {"SCOPES": s, "CAUSAL": causal, "PARTS": parts, "BLOCK": block}
+    args = (words, lengths, lists, counts, n, num_queries, tk, first, each)
+    _key_lists_kernel((b * s, groups, segments), args, meta, num_warps=warps)
     return lists, counts
 
 
-EXAMPLES = {_key_lists_kernel: {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": keys_of_tile(2), "num_warps": 8}}
+EXAMPLES = {
+    _key_lists_kernel: {"SCOPES": 1, "CAUSAL": True, "PARTS": 2, "BLOCK": keys_of_tile(2), "num_warps": 8},
+}

@@ -1,4 +1,4 @@
-"""What lies between an attention layer's one big projection and attention: rotary embeddings and gates.
+"""Steps between an attention layer's one big projection and attention: rotary embeddings and gates.
 
 A program takes BLOCK_T tokens of one section of the projection, which is a head of q, k or v, or of the output's gate;
 both halves of a head at once, for rotary embeddings turn one into the other. Each number is read once and written once.

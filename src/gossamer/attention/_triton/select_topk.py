@@ -36,13 +36,14 @@ from gossamer.attention import levels
 from gossamer.attention._triton import candidates
 from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
 from gossamer.attention._triton.adaptive import rows_k
+from gossamer.attention._triton.few_rows import find_in_segments
 from gossamer.attention._triton.indexer_scores import check_width, fast, tile
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
 from gossamer.attention.records import SelectTopk
 
 LEVELS = tl.constexpr(levels.LEVELS)
 COLUMNS = 128
-"""A slab's rows are this many keys apart, or a multiple: what a tile of scores writes."""
+"""A slab's rows are this many keys apart, or a multiple: a tile of scores writes so many."""
 
 
 @triton.jit
@@ -81,7 +82,7 @@ def _index_keys_kernel(
     lowest = tl.full([BLOCK_M], 1.0, tl.float32)
     part = 1.0
     if FAST:
-        # sigmoid(x) = (1 + tanh(x / 2)) / 2: what is constant is added once.
+        # sigmoid(x) = (1 + tanh(x / 2)) / 2: the constant terms are added once.
         norm *= 0.5
         lowest += norm * total
         part = 0.5
@@ -96,7 +97,7 @@ def _index_keys_kernel(
     least = tl.min(tl.where(rows < Tq, visible, Tk), axis=0)
     end = tl.max(visible, axis=0)
     if UNIT > 1:
-        # Who reads columns takes 8 at once.
+        # Readers of columns take 8 at once.
         end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
     for at in range(tl.program_id(0) * BLOCK_N, end, tl.num_programs(0) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
@@ -285,35 +286,25 @@ def choose_scores(q: Tensor, k: Tensor, granularity: int) -> Literal["hopper", "
 class _Call:
     """The launches of one call, slab by slab."""
 
-    def __init__(
-        self,
-        inputs: tuple[Tensor | None, ...],
-        scale: float,
-        causal: bool,
-        top: int,
-        window: int,
-        sinks: int,
-        granularity: int = 1,
-    ) -> None:
-        q, k, w, bias, lengths = inputs
-        assert q is not None and k is not None and w is not None
+    def __init__(self, call: SelectTopk) -> None:
+        q, k, granularity = call.q, call.k, call.granularity
         self.q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
         # Keys stand one behind the other, as in a slice of a longer cache too.
         self.k = k if k.stride()[1:] == (k.shape[2], 1) else k.contiguous()
-        self.w, self.bias, self.lengths, self.scale = w, bias, lengths, scale
+        self.w, self.bias, self.lengths, self.scale = call.w, call.bias, call.lengths, call.scale
         self.b, self.heads, self.tq, self.d = q.shape
         self.tk = k.shape[1]
         # A word's 64 queries, or as few as a product takes.
         self.unit = 64 if self.tq > 16 else 16
         self.padded = round_up(self.tq, self.unit)
-        self.ahead = 1 if causal else self.tk + 1
+        self.ahead = 1 if call.causal else self.tk + 1
         self.granularity = granularity
-        self.rule = (top // granularity, window or 1 - granularity, launch.cdiv(sinks, granularity))
+        self.rule = (call.top // granularity, call.window or 1 - granularity, launch.cdiv(call.sinks, granularity))
         rows = (self.b * self.padded,)
         self.threshold, self.last = (torch.empty(rows, dtype=torch.int32, device=q.device) for _ in range(2))
         self.words = torch.empty(self.b, 1, self.padded // self.unit, self.tk, dtype=torch.int64, device=q.device)
         self.packed = not INTERPRET and not torch.version.hip
-        # What the copy engine reads queries and keys by.
+        # Descriptors by which the copy engine reads queries and keys.
         self.tiles = None
         if choose_scores(self.q, self.k, granularity) == "hopper":
             from gossamer.attention._gluon import select_topk as hopper
@@ -345,8 +336,10 @@ class _Call:
         _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, flags: Tensor | None) -> None:
-        given = (keys, self.lengths, wanted, self.threshold, self.last)
-        find_thresholds(*given, slab.rows, self.sizes(slab), self.rule, self.packed, self.granularity, flags)
+        given, found = (keys, self.lengths, wanted), (self.threshold, self.last)
+        sizes, rule, packed, unit = self.sizes(slab), self.rule, self.packed, self.granularity
+        if flags is not None or not find_in_segments(given, found, slab.rows, sizes, rule, packed, unit):
+            find_thresholds(given, found, slab.rows, sizes, rule, packed, unit, flags)
 
     def take(self, slab: Slab, keys: Tensor | None, flags: Tensor | None = None) -> None:
         _, window, sinks = self.rule
@@ -369,7 +362,7 @@ class _Call:
         each = max(2 * width, 4 * (lists.entries + candidates.LISTS))
         room = room[-room.data_ptr() % candidates.ALIGNED :]
         flags = torch.zeros(len(self.threshold) // 64, dtype=torch.int32, device=self.q.device)
-        # What stands before the first piece is its rows' first guess, the same in each run.
+        # The entry in front of the first piece is the first guess of its rows, the same in each run.
         bound, unused = torch.full_like(self.threshold, levels.LEVELS // 2), torch.empty_like(self.last)
         given = (self.w, self.bias, self.lengths)
         for first, rows in candidates.cut(slabs, len(room) // each // 64 * 64):
@@ -378,9 +371,9 @@ class _Call:
                 keys = room[: 2 * width * rows].view(torch.int16)
                 sparing = hopper.Sparing(unit=candidates.STRETCH)
                 hopper.launch_index_keys(tiles, (*given, keys), rows, self.sizes(slab), self.scale, sparing)
-                args = (keys, self.lengths, None, bound, unused, rows, self.sizes(slab))
-                rule = (lists.reach, 1 - candidates.STRETCH, 0)
-                find_thresholds(*args, rule, self.packed, candidates.STRETCH)
+                given_keys, rule = (keys, self.lengths, None), (lists.reach, 1 - candidates.STRETCH, 0)
+                args = (rows, self.sizes(slab), rule, self.packed, candidates.STRETCH)
+                find_thresholds(given_keys, (bound, unused), *args)
             slab = Slab(first, rows, lists.entries)
             with span("select_topk/candidates"):
                 entries, counts = room[: each * rows].view(torch.int32).split(lists.entries * rows)[:2]
@@ -396,14 +389,12 @@ class _Call:
 @together
 def select_topk(given: SelectTopk) -> Tensor:
     """Operator `select_topk`."""
-    q, k, w, bias, lengths, mean, predictor = given[:7]
-    top, k_min, k_max, rule, temperature, scale, causal, window, sinks, workspace, granularity = given[7:]
+    q, rule, granularity = given.q, given.rule, given.granularity
     check_width("attention.select_topk", q.shape[3], q.element_size())
-    call = _Call((q, k, w, bias, lengths), scale, causal, top, window, sinks, granularity)
+    call = _Call(given)
     if call.words.numel():
-        least = k_min if rule else top
-        sizes = (call.b, call.padded, call.tq, call.tk, causal, call.unit, least, workspace, granularity)
-        plan = slab_plan(*sizes)
+        sizes = (call.b, call.padded, call.tq, call.tk, given.causal, call.unit)
+        plan = slab_plan(*sizes, given.k_min if rule else given.top, given.workspace, granularity)
         room = torch.empty(max(2 * slab.rows * slab.columns for slab in plan), dtype=torch.int8, device=q.device)
         flags: Tensor | None = None
         long = [slab for slab in plan if slab.columns > candidates.LEAST] if choose_keys(call, rule) != "all" else []
@@ -420,9 +411,7 @@ def select_topk(given: SelectTopk) -> Tensor:
             wanted = None
             if rule:
                 wanted = torch.empty(slab.rows, dtype=torch.int32, device=q.device)
-                bounds = (k_min // granularity, top // granularity, k_max // granularity)
-                args = (keys, call.w, lengths, mean, predictor, wanted, call.sizes(slab), bounds, rule, temperature)
-                rows_k(*args, granularity)
+                rows_k(given, keys, wanted, call.sizes(slab))
             with span("select_topk/thresholds"):
                 call.find(slab, keys, wanted, of_slab)
             with span("select_topk/words"):

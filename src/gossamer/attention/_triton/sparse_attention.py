@@ -23,9 +23,9 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
 from gossamer._core.ranges import span
-from gossamer.attention._triton.key_lists import QUERIES, key_lists, not_behind, positions
+from gossamer.attention._triton.key_lists import key_lists, not_behind, positions
 from gossamer.attention._triton.sparse_decode import sparse_decode
-from gossamer.attention.records import SparseAttention, SparseAttentionBwd
+from gossamer.attention.records import QUERIES, SparseAttention, SparseAttentionBwd
 
 LIST_BYTES = 1 << 28
 """Bytes that the lists of one launch may take; more blocks of queries are served by more launches."""
@@ -42,7 +42,7 @@ class Tile:
     registers: int | None = None
 
     def options(self) -> dict[str, Any]:
-        """What a launch takes."""
+        """The options of a launch."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
@@ -124,7 +124,7 @@ def walk_keys(
 def wide_product(
     a_ptr, a_at, a_read, b_ptr, b_at, b_read, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
-    """Rows of a times rows of b, CHUNK columns at a time, that a thread's registers hold what it multiplies."""
+    """Rows of a times rows of b, CHUNK columns at a time, so that a thread's registers hold the operands."""
     s = tl.zeros([a_at.shape[0], b_at.shape[0]], tl.float32)
     for start in range(0, D, CHUNK):
         column = start + tl.arange(0, CHUNK)

@@ -148,7 +148,7 @@ def add_queries(
     dk, dv, k, v, q_ptr, grad_ptr, stats_ptr, row, column, inside, word, log2_scale,
     D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys, with what 32 queries add: rows `row` of all tokens and heads, bits of word."""
+    """dk and dv of a tile of keys, plus the sums of 32 queries: rows `row` of all tokens and heads, bits of word."""
     keep = (word[:, None] & (tl.full([32], 1, tl.int32) << tl.arange(0, 32))[None, :]) != 0
     token = row[:, None] * D + column[None, :]
     wide = inside[:, None] & (column < D)[None, :]
@@ -305,8 +305,8 @@ def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tens
 
 
 def row_statistics(call: SparseAttentionBwd | StraightThrough) -> tuple[Tensor, Tensor, Tensor]:
-    """(float32 [B, H, Tq, 2]: lse in base 2, and what a softmax's gradient subtracts; grad and q, contiguous, 0 for
-    queries that take no key)."""
+    """(float32 [B, H, Tq, 2]: lse in base 2, and the term that a softmax's gradient subtracts; grad and q,
+    contiguous, 0 for queries that take no key)."""
     grad, q, out = strided(call.grad), strided(call.q), call.out.transpose(1, 2).contiguous()
     b, h, tq, d = grad.shape
     rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)

@@ -1,9 +1,13 @@
 """Attention of a few new queries over selected keys of a long cache.
 
-With one block of queries a head there are too few programs, so the keys are cut: a program takes every n-th chunk of 64
-keys, for all query heads that share a head of k, 16 rows at least. It lists the keys of its chunks that any query
-takes, with the queries' bits, gathers by this list, and leaves its sums unnormalised, with the largest score that they
-are relative to. A second kernel weighs the parts of each query.
+With one block of queries a head there are too few programs, so the keys are cut: a program takes a part of them for all
+query heads that share a head of k, 16 rows at least. It gathers by a list of the keys that any query takes, with the
+queries' bits, and leaves its sums unnormalised, with the largest score that they are relative to. A second kernel
+weighs the parts of each query.
+
+A part is every n-th chunk of 64 keys, whose list the program makes itself; or where these keys are many, because a
+large batch leaves few programs for a sequence, an equal share of one list that a kernel before it has made for all
+heads, by segments of the keys (see `key_lists`).
 
 Keys are rows of a contiguous cache, or of pages of PAGE keys, found through a table.
 """
@@ -16,19 +20,23 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton.key_lists import not_behind, positions
+from gossamer.attention._triton.key_lists import key_lists, not_behind, positions, slots_of
 from gossamer.attention.records import SparseAttention
 
 BLOCK_N: tl.constexpr = tl.constexpr(64)
-CHUNKS: tl.constexpr = tl.constexpr(16)
+CHUNKS = 16
 """Chunks of BLOCK_N keys whose words a program looks at together, at most."""
+SEGMENTS: tl.constexpr = tl.constexpr(32)
+"""Segments of the keys in a list for all heads."""
+SHARE = 4096
+"""A program's keys beyond which there is a list for all heads: an H200 made one of 131,072 keys in 4.7 us, in which a
+program lists 4,096 keys."""
 
 
 @triton.jit
-def list_keys(words_ptr, list_ptr, part, parts, end, offset, ROOM: tl.constexpr, CAUSAL: tl.constexpr):
-    """How many keys of a part any query takes: `list_ptr` gets these, and ROOM behind each the bits of who takes it.
-    Query i stands at key i + offset."""
-    TOGETHER: tl.constexpr = min(ROOM // BLOCK_N, CHUNKS)
+def list_keys(words_ptr, list_ptr, part, parts, end, offset, room, TOGETHER: tl.constexpr, CAUSAL: tl.constexpr):
+    """How many keys of a part any query takes: `list_ptr` gets these, and `room` behind each the bits of the queries
+    that take it. Query i stands at key i + offset."""
     found = 0
     for first in range(part * BLOCK_N, end, parts * (TOGETHER * BLOCK_N)):
         chunk = tl.arange(0, TOGETHER)[:, None] * parts * BLOCK_N
@@ -40,25 +48,28 @@ def list_keys(words_ptr, list_ptr, part, parts, end, offset, ROOM: tl.constexpr,
         taken = (word != 0).to(tl.int32)
         slot = list_ptr + found + tl.cumsum(taken, axis=0) - taken
         tl.store(slot, key, mask=taken != 0)
-        tl.store(slot + ROOM, word, mask=taken != 0)
+        tl.store(slot + room, word, mask=taken != 0)
         found += tl.sum(taken, axis=0)
-    # Other threads read what these have written.
+    # Other threads read the entries that these have written.
     tl.debug_barrier()
     return found
 
 
 @launch.kernel
 def _sparse_decode_parts_kernel(
-    q_ptr, k_ptr, v_ptr, parts_ptr, words_ptr, lists_ptr, lengths_ptr, table_ptr,
-    stride_kb, stride_kh, stride_kt, H, Tk, pages, pool, scale,
-    ROOM: tl.constexpr, GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, parts_ptr, from_ptr, lists_ptr, lengths_ptr, table_ptr,
+    stride_kb, stride_kh, stride_kt, Tk, room, pages, pool, scale,
+    TOGETHER: tl.constexpr, GROUP: tl.constexpr, SCOPES: tl.constexpr, HEADS: tl.constexpr, TQ: tl.constexpr,
     D: tl.constexpr, PAGE: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the keys, HEADS heads of q, batch). stride_kb is a page's where there are pages."""
+    """Program (part of the keys, HEADS heads of q, batch). stride_kb is a page's where there are pages. A program lists
+    the keys of its part, TOGETHER chunks at a time, from the words at `from_ptr`, in a list of `room` slots; with 0
+    there is a list for all heads, of segments of `room` slots, whose counts stand at `from_ptr`."""
     BLOCK_M: tl.constexpr = triton.next_power_of_2(max(16, HEADS * TQ))
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     part, parts = tl.program_id(0), tl.num_programs(0)
     head, batch = tl.program_id(1) * HEADS, tl.program_id(2).to(tl.int64)
+    H = tl.num_programs(1) * HEADS
     row = tl.arange(0, BLOCK_M)
     here, query = head + row // TQ, row % TQ
     column = tl.arange(0, BLOCK_D)
@@ -67,19 +78,34 @@ def _sparse_decode_parts_kernel(
     token = (batch * H + here) * TQ + query
     q = tl.load(q_ptr + token[:, None] * D + column[None, :], mask=inside, other=0.0)
     kv_head = (head // GROUP).to(tl.int64)
-    words_ptr += (batch * SCOPES + head * SCOPES // H) * 2 * Tk
-    lists_ptr += ((batch * tl.num_programs(1) + tl.program_id(1)) * parts + part) * 2 * ROOM
-    end, offset = positions(lengths_ptr, batch, TQ, Tk)
-    count = list_keys(words_ptr, lists_ptr, part, parts, end, offset, ROOM, CAUSAL)
+    scope = batch * SCOPES + head * SCOPES // H
+    if TOGETHER == 0:
+        lists_ptr += scope * 3 * SEGMENTS * room
+        bits_ptr = lists_ptr + SEGMENTS * room
+        counts = tl.load(from_ptr + scope * SEGMENTS + tl.arange(0, SEGMENTS))
+        starts = tl.cumsum(counts, axis=0) - counts
+        count = tl.sum(counts, axis=0)
+        share = tl.cdiv(tl.cdiv(count, BLOCK_N), parts) * BLOCK_N
+        first, end = part * share, tl.minimum(part * share + share, count)
+    else:
+        lists_ptr += ((batch * tl.num_programs(1) + tl.program_id(1)) * parts + part) * 2 * room
+        bits_ptr = lists_ptr + room
+        stop, offset = positions(lengths_ptr, batch, TQ, Tk)
+        from_ptr += scope * 2 * Tk
+        count = list_keys(from_ptr, lists_ptr, part, parts, stop, offset, room, TOGETHER, CAUSAL)
+        first, end = 0, count
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for start in range(0, count, BLOCK_N):
+    for start in range(first, end, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        # Past the end the last key once more, of whom nobody's bit is set.
-        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
-        word = tl.load(lists_ptr + ROOM + slot, mask=slot < count, other=0)
+        # Past the end the last key once more, with no bit set.
+        at = tl.minimum(slot, count - 1)
+        if TOGETHER == 0:
+            at = slots_of(at, starts, room)
+        key = tl.load(lists_ptr + at)
+        word = tl.load(bits_ptr + at, mask=slot < count, other=0)
         keep = ((word[None, :] >> query[:, None]) & 1) != 0
         if PAGE > 0:
             page = tl.load(table_ptr + batch * pages + key // PAGE).to(tl.int64)
@@ -147,23 +173,20 @@ def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
     groups = b * (h // heads)
     chunks = launch.cdiv(tk, BLOCK_N.value)
     cuts = max(1, min(chunks, 64, 4 * tuning.programs(q.device) // groups))
-    room = launch.next_power_of_2(launch.cdiv(chunks, cuts)) * BLOCK_N.value
-    lists = torch.empty(groups, cuts, 2, room, dtype=torch.int32, device=q.device)
+    if tk > SHARE * cuts:
+        lists, read = key_lists(words, lengths, tq, causal, 1, segments=SEGMENTS.value)
+        together, room = 0, lists.shape[3] // SEGMENTS.value
+    else:
+        each = launch.next_power_of_2(launch.cdiv(chunks, cuts))
+        together, room, read = min(each, CHUNKS), each * BLOCK_N.value, words.view(torch.int32)
+        lists = torch.empty(groups, cuts, 2, room, dtype=torch.int32, device=q.device)
     parts = torch.empty(b, h, tq, cuts, d + 2, dtype=torch.float32, device=q.device)
     q, (k, v) = q.contiguous(), _alike(k, v)
     strides = (k.stride(0), *((k.stride(2), k.stride(1)) if paged else k.stride()[1:3]))
-    meta = {
-        "ROOM": room,
-        "GROUP": h // g,
-        "SCOPES": scopes,
-        "HEADS": heads,
-        "TQ": tq,
-        "D": d,
-        "PAGE": k.shape[1] if paged else 0,
-    }
-    meta["CAUSAL"] = causal
-    sizes = (*strides, h, tk, 0 if table is None else table.shape[1], k.shape[0])
-    args = (q, k, v, parts, words.view(torch.int32), lists, lengths, table, *sizes, scale)
+    sizes = (*strides, tk, room, 0 if table is None else table.shape[1], k.shape[0])
+    args = (q, k, v, parts, read, lists, lengths, table, *sizes, scale)
+    meta = {"TOGETHER": together, "GROUP": h // g, "SCOPES": scopes, "HEADS": heads, "TQ": tq, "D": d}
+    meta |= {"PAGE": k.shape[1] if paged else 0, "CAUSAL": causal}
     _sparse_decode_parts_kernel((cuts, h // heads, b), args, meta, num_warps=4, num_stages=2)
     meta = {"D": d, "BLOCK": launch.next_power_of_2(cuts)}
     _sparse_decode_kernel((b * h * tq, 1, 1), (parts, out, lse, h, tq, cuts), meta)
@@ -179,7 +202,7 @@ def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 EXAMPLES = {
     _sparse_decode_parts_kernel: {
-        "words_ptr": "*i32", "ROOM": 1024, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64,
+        "from_ptr": "*i32", "TOGETHER": CHUNKS, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64,
         "CAUSAL": True,
     },
     _sparse_decode_kernel: {"D": 128, "BLOCK": 64},

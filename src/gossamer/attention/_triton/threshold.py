@@ -73,7 +73,7 @@ def count(words, key, PACKED: tl.constexpr):
 
 @triton.jit
 def keep_always(words, at, visible, window, sinks):
-    """The words at word `at` of a row, with the key of what is always kept in place of its score's."""
+    """The words at word `at` of a row, in which an always-kept column has the key of these."""
     column = 2 * at
     low = (column < visible) & ((column < sinks) | (column >= visible - window))
     high = (column + 1 < visible) & ((column + 1 < sinks) | (column + 1 >= visible - window))
@@ -83,7 +83,7 @@ def keep_always(words, at, visible, window, sinks):
 
 @triton.jit
 def load_words(row_ptr, at, visible, window, sinks, FORCED: tl.constexpr):
-    """Words `at` of a row, of two keys each; 0 behind what is visible, up to the 16 bytes that one load takes."""
+    """Words `at` of a row, of two keys each; 0 behind the visible ones, up to the 16 bytes that one load takes."""
     words = tl.load(row_ptr.to(tl.pointer_type(tl.int32)) + at, mask=at < (visible + 7) // 8 * 4, other=0)
     if FORCED:
         words = keep_always(words, at, visible, window, sinks)
@@ -140,7 +140,7 @@ def _row_threshold_kernel(
 ):  # fmt: skip
     """Program (row of the slab), the longest first. A row takes its keys above threshold, and those equal to it up to
     column last. The slab's rows are `first` and following of all rows of thresholds. A column is UNIT keys, and so are
-    k and what is always kept first."""
+    k and the sinks."""
     row = tl.num_programs(0) - 1 - tl.program_id(0)
     visible, window, take = row_of_slab(row, lengths_ptr, k_ptr, first, Tq, padded, Tk, ahead, k, window, UNIT)
     low = tl.full([], 1, tl.int32)
@@ -190,6 +190,23 @@ def column_of_tie(
         kept = (column < visible) & ((column < sinks) | (column >= visible - window))
         found = tl.where(kept, KEPT_KEY, found)
     return tl.sum((tl.cumsum((found == key).to(tl.int32), axis=0) < need).to(tl.int32), axis=0)
+
+
+@triton.jit
+def last_of_ties(
+    row_ptr, start, visible, key, need, window, sinks, BLOCK: tl.constexpr, FORCED: tl.constexpr, PACKED: tl.constexpr
+):  # fmt: skip
+    """The column of the need-th key that equals `key`, from word `start` of a row on."""
+    seen = 0
+    found = 0
+    start -= BLOCK
+    while seen < need:
+        start += BLOCK
+        words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
+        found = tl.sum(how_many(equalling(words, key, PACKED)))
+        seen += found
+    need -= seen - found
+    return 2 * start + column_of_tie(row_ptr, 2 * start, visible, key, need, window, sinks, 2 * BLOCK, FORCED)
 
 
 @triton.jit
@@ -249,16 +266,7 @@ def _long_threshold_kernel(
             near, far = (high - low) // 64 + 1, (high - low) // 8
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
-            seen = 0
-            found = 0
-            start = -BLOCK
-            while seen < need:
-                start += BLOCK
-                words = load_words(row_ptr, start + tl.arange(0, BLOCK), visible, window, sinks, FORCED)
-                found = tl.sum(how_many(equalling(words, low, PACKED)))
-                seen += found
-            need -= seen - found
-            last = 2 * start + column_of_tie(row_ptr, 2 * start, visible, low, need, window, sinks, 2 * BLOCK, FORCED)
+            last = last_of_ties(row_ptr, 0, visible, low, need, window, sinks, BLOCK, FORCED, PACKED)
     if marked:
         tl.store(threshold_ptr + first + row, low)
         tl.store(last_ptr + first + row, last)
@@ -270,11 +278,8 @@ FEW_LONG = launch.Tile({"BLOCK": 4096}, warps=16)
 
 
 def find_thresholds(
-    keys: Tensor,
-    lengths: Tensor | None,
-    wanted: Tensor | None,
-    threshold: Tensor,
-    last: Tensor,
+    given: tuple[Tensor | None, ...],
+    found: tuple[Tensor, Tensor],
     rows: int,
     sizes: tuple[int, ...],
     rule: tuple[int, int, int],
@@ -282,10 +287,11 @@ def find_thresholds(
     unit: int = 1,
     flags: Tensor | None = None,
 ) -> None:
-    """Fills threshold and last, int32, for `rows` rows of keys; `sizes` are first, Tq, padded, Tk, stride and ahead,
-    `rule` is k, window and sinks, and `wanted` int32 `[rows]` takes the place of k. With a `unit` of several keys to a
-    column, k, wanted and sinks are columns, and the window is keys, 1 - unit for none."""
-    given = (keys, lengths, wanted, threshold, last)
+    """Fills threshold and last, `found`, int32, for `rows` rows of keys. `given` are keys, lengths and wanted, `sizes`
+    are first, Tq, padded, Tk, stride and ahead, `rule` is k, window and sinks, and wanted int32 `[rows]` takes the
+    place of k. With a `unit` of several keys to a column, k, wanted and sinks are columns, and the window is keys,
+    1 - unit for none."""
+    given = (*given, *found)
     meta = {"UNIT": unit, "FORCED": rule[1] > 0 or rule[2] > 0, "PACKED": packed}
     stride = sizes[4]
     if flags is None and stride <= MAX_REGISTERS:
@@ -294,7 +300,7 @@ def find_thresholds(
         warps = max(1, min(32, words // 1024))
         _row_threshold_kernel((rows, 1, 1), (*given, *sizes, *rule), {"WORDS": words, **meta}, num_warps=warps)
         return
-    tile = FEW_LONG if rows < tuning.programs(keys.device) else LONG
+    tile = FEW_LONG if rows < tuning.programs(found[0].device) else LONG
     _long_threshold_kernel((rows, 1, 1), (*given, flags, *sizes, *rule), {**tile.sizes, **meta}, **tile.options)
 
 

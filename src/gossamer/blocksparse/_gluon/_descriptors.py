@@ -28,17 +28,3 @@ def describe(
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(fields, base=tensor, shape=shape, strides=strides)
     return descriptor
-
-
-class Form:
-    """Makes descriptors like one that is given: of tensors of its shape, strides and alignment."""
-
-    __slots__ = ("_fields",)
-
-    def __init__(self, descriptor: TensorDescriptor) -> None:
-        self._fields = {**vars(descriptor), "base": None}
-
-    def __call__(self, tensor: Tensor) -> TensorDescriptor:
-        made = object.__new__(TensorDescriptor)
-        made.__dict__.update(self._fields, base=tensor)
-        return made

@@ -9,8 +9,6 @@ no warp that loads, and rows of unequal length even out. The base-2 softmax has 
 Steps are masked one by one: only those that reach past the last key, past a sequence's length or past the diagonal.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,98 +25,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import Form, describe
-from gossamer.blocksparse.attention_path import Problem, empty_like, problem_of
+from gossamer.blocksparse._gluon._descriptors import describe
+from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of
+from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
-INV_LN2 = 1.4426950408889634
 LN2 = gl.constexpr(0.6931471805599453)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries and keys of a step, depth of the rings, warps, registers a thread (None: as many as it takes), and depth
-    of the forward pass's ring of keys where it is not that of its values."""
-
-    block_m: int
-    block_n: int
-    stages: int
-    warps: int = 4
-    registers: int | None = None
-    key_stages: int | None = None
-
-    @property
-    def rings(self) -> tuple[int, int]:
-        """Depth of the rings of values and of keys."""
-        return self.stages, self.stages if self.key_stages is None else self.key_stages
-
-
-@dataclass(frozen=True)
-class Config:
-    """What a kernel is compiled for, as one constexpr: tiles of a block of queries and of a block of keys, the depth of
-    its rings, whether each batch, and each head, has a matrix of the layout, and the depth of a ring of keys."""
-
-    split_q: int
-    split_k: int
-    stages: int
-    causal: bool
-    layout_batch: bool
-    layout_head: bool
-    key_stages: int
-
-
-@gluon.jit
-def matrix_of(batch, head, H, CONFIG: gl.constexpr):
-    """Which matrix of the layout a batch and a head read."""
-    z = head * 0
-    if CONFIG.layout_head:
-        z += head
-        if CONFIG.layout_batch:
-            z += batch * H
-    elif CONFIG.layout_batch:
-        z += batch
-    return z
-
-
-@gluon.jit
-def span(offsets_ptr, row, B, H, lines, capacity, CONFIG: gl.constexpr):
-    """(first entry, number of entries, whether the lists are incomplete) of a row or column of a layout whose matrices
-    have `lines` of them; no entries where they are."""
-    last = lines
-    if CONFIG.layout_head:
-        last *= H
-    if CONFIG.layout_batch:
-        last *= B
-    begin = gl.load(offsets_ptr + row)
-    lost = gl.load(offsets_ptr + last) > capacity
-    return begin, gl.where(lost, 0, gl.load(offsets_ptr + row + 1) - begin), lost
-
-
-@gluon.jit
-def met(columns_ptr, lengths_ptr, begin, count, end, limit, CAUSAL: gl.constexpr, BLOCK: gl.constexpr):
-    """How many of a row's blocks of keys, in ascending order, are met at all: those that begin before `end`, where the
-    diagonal leaves the tile of queries, and before the length."""
-    if CAUSAL or lengths_ptr is not None:
-        if CAUSAL:
-            limit = gl.minimum(limit, gl.maximum(end, 0))
-        low = count * 0
-        while low < count:
-            middle = (low + count) // 2
-            before = gl.load(columns_ptr + begin + middle) * BLOCK < limit
-            low = gl.where(before, middle + 1, low)
-            count = gl.where(before, count, middle)
-    return count
-
-
-@gluon.jit
-def reached(lengths_ptr, batch, Tq, Tk):
-    """(where a sequence's keys end, at which key the first query stands)."""
-    limit = Tk
-    if lengths_ptr is not None:
-        limit = gl.minimum(gl.load(lengths_ptr + batch), Tk)
-    return limit, gl.maximum(limit - Tq, gl.minimum(Tk - Tq, 0))
 
 
 @gluon.jit
@@ -152,10 +66,10 @@ def without(
 def masked(s, at, whole, last, keys, elements_ptr, start, lines, part, CONFIG: gl.constexpr):
     """Scores of keys from `at` on; those past `last` of their row are none, nor are those that their block leaves out.
     Up to `whole` none is past it."""
-    SIDE: gl.constexpr = CONFIG.split_q * s.shape[0]
+    SPLIT_K: gl.constexpr = CONFIG.block_k // s.shape[1]
     if at + s.shape[1] > whole:
         s = gl.where(gl.expand_dims(at + keys, 0) < gl.expand_dims(last, 1), s, float("-inf"))
-    return without(s, float("-inf"), elements_ptr, start, lines % SIDE, keys, part, CONFIG.split_k, 0)
+    return without(s, float("-inf"), elements_ptr, start, lines % CONFIG.block_q, keys, part, SPLIT_K, 0)
 
 
 @gluon.jit
@@ -225,33 +139,6 @@ def soften(s, m, total, scale):
 
 
 @gluon.jit
-def owner_of(line, lines, H, SPLIT: gl.constexpr, CAUSAL: gl.constexpr):
-    """(tile, head counted over batches, batch, head) of a program that owns one of SPLIT tiles of a line, of which each
-    of H heads has `lines`. Below a diagonal the last ones, which meet most keys, begin: a long one that begins last
-    would leave the GPU waiting."""
-    tile = line % lines * SPLIT + gl.program_id(0) % SPLIT
-    if CAUSAL:
-        tile = lines * SPLIT - 1 - tile
-    pair = line // lines
-    return tile, pair, pair // H, pair % H
-
-
-@gluon.jit
-def row_of(
-    offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-):  # fmt: skip
-    """(first entry, steps, end of the keys, key of the first query, whether lists are incomplete) of a tile's row of
-    blocks."""
-    row = matrix_of(batch, head, H, CONFIG) * rows + tile // CONFIG.split_q
-    begin, count, lost = span(offsets_ptr, row, B, H, rows, capacity, CONFIG)
-    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
-    end = (tile + 1) * BLOCK_M + shift
-    count = met(columns_ptr, lengths_ptr, begin, count, end, limit, CONFIG.causal, CONFIG.split_k * BLOCK_N)
-    return begin, count * CONFIG.split_k, limit, shift, lost
-
-
-@gluon.jit
 def ends_of(first, lines, limit, shift, CAUSAL: gl.constexpr):
     """(where each line's keys end, up to where all lines of the tile meet every key)."""
     if CAUSAL:
@@ -277,13 +164,13 @@ def finish(o, m, total, lost, lse_ptr, lines, Tq):
 @gluon.jit(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, out_desc, lse_ptr, offsets_ptr, columns_ptr, elements_ptr, lengths_ptr,
-    B, H, GROUP, rows, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
+    B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
     K_STAGES: gl.constexpr = CONFIG.key_stages
-    BLOCK_M: gl.constexpr = q_desc.block_type.shape[2]
-    BLOCK_N: gl.constexpr = k_desc.block_type.shape[2]
+    BLOCK_M: gl.constexpr = CONFIG.block_m
+    BLOCK_N: gl.constexpr = CONFIG.block_n
+    SPLIT_K: gl.constexpr = CONFIG.block_k // BLOCK_N
     D: gl.constexpr = q_desc.block_type.shape[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, BLOCK_N, 16])
     values: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, D, 16])
@@ -293,12 +180,12 @@ def _attention_fwd_kernel(
     v_bufs, v_ready = ring_of(v_desc, STAGES)
     fence_async_shared()
     thread_barrier()
-    tile, pair, batch, head = owner_of(gl.program_id(0) // CONFIG.split_q, rows, H, CONFIG.split_q, CONFIG.causal)
-    first = tile * BLOCK_M
+    tile, pair = owner_of(gl.program_id(0), Tq, CONFIG)
+    batch, head, first = pair // H, pair % H, tile * BLOCK_M
     fetch(q_desc, q_buf, q_ready, 0, batch, head, first, True)
-    begin, steps, limit, shift, lost = row_of(
-        offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK_M, BLOCK_N
-    )  # fmt: skip
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
+    begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
+    steps = count * SPLIT_K
     for i in gl.static_range(STAGES):
         start = tile_at(columns_ptr, begin, i, steps, SPLIT_K, BLOCK_N)
         if i < K_STAGES:
@@ -393,64 +280,30 @@ def tile_of(d: int, block: tuple[int, int]) -> Tile:
     blocks of 64 and of eight at blocks of 128. At D 128 one buffer of keys lets three programs share an SM, which takes
     0.94, 0.92 and 0.89 of the time that two of them take with two."""
     if d <= 64 and block[1] == 128:
-        return Tile(64, 128, 2, registers=168)
-    return Tile(64, 64, 2, key_stages=None if d <= 64 else 1)
+        return Tile(64, 128, registers=168)
+    return Tile(64, 64, key_stages=None if d <= 64 else 1)
 
 
-def config_of(p: Problem, tile: Tile) -> Config:
-    split = p.block[0] // tile.block_m, p.block[1] // tile.block_n
-    stages, key_stages = tile.rings
-    return Config(*split, stages, p.causal, *p.own, key_stages)
-
-
-class Again:
-    """Repeats the forward pass of one shape without lengths: what follows from shapes is found out once. `lists` are
-    the addresses of row offsets and columns behind that of the layout's buffer."""
-
-    __slots__ = ("_forms", "_launch", "_lists")
-
-    def __init__(self, launch: launch.Bound, tiles: Sequence[TensorDescriptor], lists: tuple[int, ...]) -> None:
-        self._launch, self._forms, self._lists = launch, [Form(tile) for tile in tiles], lists
-
-    def __call__(self, stream: int, q: Tensor, k: Tensor, v: Tensor, layout: int) -> tuple[Tensor, Tensor]:
-        """(out, log-sum-exp)"""
-        (of_q, of_k, of_v, of_out), (offsets, columns) = self._forms, self._lists
-        out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-        self._launch(stream, of_q(q), of_k(k), of_v(v), of_out(out), lse.data_ptr(), layout + offsets, layout + columns)
-        return out, lse
-
-
-def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -> tuple[Tensor, Tensor, Again | None]:
-    """(out, log-sum-exp, what repeats it), with the tile that was measured best unless another is given."""
-    p, given, lengths, lists = problem_of(call), call[:3], call.lengths, Lists(call.layout, call.form)
-    tile = tile_of(p.d, p.block) if tile is None else tile
+def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -> tuple[Tensor, Tensor]:
+    """(out, log-sum-exp), with the tile that was measured best unless another is given."""
+    p, lengths, lists = problem_of(call), call.lengths, Lists(call.layout, call.form)
+    config = config_of(p, tile or tile_of(p.d, p.block))
     q, k, v = readable(call.q), without_padding(call.k, lengths), without_padding(call.v, lengths)
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    config, offsets, columns, elements = config_of(p, tile), lists.row_offsets, lists.col_indices, lists.elements
-    tiles = [descriptor(x, rows) for x, rows in ((q, tile.block_m), (k, tile.block_n), (v, tile.block_n))]
-    tiles.append(descriptor(out, tile.block_m))
-    sizes = p.b, p.h, p.group, p.rows, p.tq, p.tk, lists.form.capacity, p.scale * INV_LN2
-    args = (*tiles, lse, offsets, columns, elements, lengths, *sizes)
-    grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
-    meta = {"CONFIG": config}
-    bound = _attention_fwd_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=7)
-    again = None
-    if bound is not None and lengths is None and elements is None and all(a is b for a, b in zip(given, (q, k, v))):
-        again = Again(bound, tiles, behind(call.layout, offsets, columns))
-    return out, lse, again
-
-
-def behind(buffer: Tensor, *views: Tensor) -> tuple[int, ...]:
-    """Bytes from the beginning of a buffer to that of views of it."""
-    return tuple(view.data_ptr() - buffer.data_ptr() for view in views)
+    sides = config.block_m, config.block_n, config.block_n, config.block_m
+    tiles = [descriptor(x, side) for x, side in zip((q, k, v, out), sides)]
+    args = (*tiles, lse, lists.row_offsets, lists.col_indices, lists.elements, lengths, p.b, p.h, p.group, p.tq, p.tk)
+    args += (lists.form.capacity, p.scale * INV_LN2)
+    grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
+    _attention_fwd_kernel(grid, args, {"CONFIG": config}, **config.options)
+    return out, lse
 
 
 def example(tile: Tile, **rows: int) -> dict[str, Any]:
     """Of a kernel with descriptors of so many rows of heads of 64."""
-    stages, key_stages = tile.rings
-    config = Config(2, 128 // tile.block_n, stages, True, True, True, key_stages)
+    config = Config(128, 128, *tile[:5], tile.stages, 64, True, True, True)
     descriptors = {name: [1, 1, count, 64] for name, count in rows.items()}
-    return descriptors | {"CONFIG": config, "num_warps": tile.warps, "maxnreg": tile.registers}
+    return descriptors | {"CONFIG": config} | config.options
 
 
 _TILE = tile_of(64, (128, 128))

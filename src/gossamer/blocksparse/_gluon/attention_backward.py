@@ -10,9 +10,6 @@ computes the transposed scores for that. Statistics, `[B, H, 2, padded]`, are th
 row has no keys or does not exist, and the row sums of grad * out.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -24,15 +21,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import Form, describe
+from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._gluon.attention import (
-    INV_LN2,
-    Tile,
-    behind,
-    config_of,
+    LN2,
     cut_at,
     descriptor,
     emit,
@@ -41,47 +34,40 @@ from gossamer.blocksparse._gluon.attention import (
     exp2,
     fetch,
     matrix,
-    matrix_of,
     owned,
-    owner_of,
-    reached,
     readable,
     ring_of,
-    row_of,
-    span,
     thread_barrier,
     tile_at,
     without,
     without_padding,
 )
-from gossamer.blocksparse._gluon.attention_order import Order, launch_order
+from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
 from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
-LN2 = gl.constexpr(0.6931471805599453)
-
 
 @gluon.jit
-def line_of(sorted_ptr, unsorted, SPLIT: gl.constexpr):
-    """The line of a program that owns one of its SPLIT tiles; those behind `unsorted` come in the order that is
+def in_order(sorted_ptr, unsorted, SPLIT: gl.constexpr):
+    """The tile that a program owns, one of the SPLIT of its line; lines behind `unsorted` come in the order that is
     given."""
     line = gl.program_id(0) // SPLIT
     if sorted_ptr is not None:
         late = line >= unsorted
         line = gl.where(late, gl.load(sorted_ptr + (line - unsorted), mask=late, other=0), line)
-    return line
+    return line * SPLIT + gl.program_id(0) % SPLIT
 
 
 @launch.Kernel
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dq_kernel(
     q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, elements_ptr, lengths_ptr,
-    sorted_ptr, B, H, GROUP, rows, Tq, Tk, padded, capacity, unsorted, scale, CONFIG: gl.constexpr,
+    sorted_ptr, B, H, GROUP, Tq, Tk, capacity, padded, unsorted, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    SPLIT_K: gl.constexpr = CONFIG.split_k
     STAGES: gl.constexpr = CONFIG.stages
-    BLOCK: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK: gl.constexpr = CONFIG.block_m
+    SPLIT_K: gl.constexpr = CONFIG.block_k // BLOCK
     D: gl.constexpr = q_desc.block_type.shape[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -94,12 +80,11 @@ def _attention_dq_kernel(
     fence_async_shared()
     thread_barrier()
 
-    line = line_of(sorted_ptr, unsorted, CONFIG.split_q)
-    tile, pair, batch, head = owner_of(line, rows, H, CONFIG.split_q, CONFIG.causal)
-    first = tile * BLOCK
-    begin, steps, limit, shift, lost = row_of(
-        offsets_ptr, columns_ptr, lengths_ptr, tile, batch, head, B, H, rows, Tq, Tk, capacity, CONFIG, BLOCK, BLOCK
-    )  # fmt: skip
+    tile, pair = owner_of(in_order(sorted_ptr, unsorted, CONFIG.block_q // BLOCK), Tq, CONFIG)
+    batch, head, first = pair // H, pair % H, tile * BLOCK
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
+    begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
+    steps = count * SPLIT_K
     fetch(q_desc, q_bufs, q_ready, 0, batch, head, first, True)
     fetch(grad_desc, g_bufs, g_ready, 0, batch, head, first, True)
     for i in gl.static_range(STAGES + 1):
@@ -111,7 +96,7 @@ def _attention_dq_kernel(
     lines = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores))
     keys = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
     last, whole = ends_of(first, lines, limit, shift, CONFIG.causal)
-    inner = lines % (CONFIG.split_q * BLOCK)
+    inner = lines % CONFIG.block_q
     stats_ptr += pair.to(gl.int64) * (2 * padded)
     # The last tiles of a block may lie beyond all statistics.
     known = lines < padded
@@ -158,50 +143,19 @@ def _attention_dq_kernel(
 
 
 @gluon.jit
-def passed(order_ptr, rows_ptr, begin, count, bound):
-    """How many of a column's blocks, from top to bottom, stand before row `bound`."""
-    low = count * 0
-    while low < count:
-        middle = (low + count) // 2
-        above = gl.load(rows_ptr + gl.load(order_ptr + begin + middle)) < bound
-        low = gl.where(above, middle + 1, low)
-        count = gl.where(above, count, middle)
-    return low
-
-
-@gluon.jit
-def column_of(
-    offsets_ptr, order_ptr, rows_ptr, tile, batch, head, B, H, rows, columns, first, limit, shift, capacity,
-    CONFIG: gl.constexpr, BLOCK: gl.constexpr,
-):  # fmt: skip
-    """(first entry, steps, whether lists are incomplete) of the column of blocks of a tile of keys, for one head."""
-    z = matrix_of(batch, head, H, CONFIG)
-    begin, count, lost = span(offsets_ptr, z * columns + tile // CONFIG.split_k, B, H, columns, capacity, CONFIG)
-    count = gl.where(first < limit, count, 0)
-    if CONFIG.causal:
-        # Block rows that end before these keys come first in the list, and meet none of them.
-        before = gl.maximum(first - shift, 0)
-        past = passed(order_ptr, rows_ptr, begin, count, z * rows + before // (CONFIG.split_q * BLOCK))
-        begin += past
-        count -= past
-    return begin, count * CONFIG.split_q, lost
-
-
-@gluon.jit
 def masked_columns(p, at, inner, keys, end, limit, shift, elements_ptr, cut, step, CONFIG: gl.constexpr):
     """Weights of keys up to `end` by lines from `at` on; those of pairs that do not meet are 0, as are those that their
     block leaves out. The words of keys stand behind those of its lines."""
-    TILE: gl.constexpr = p.shape[0]
-    BLOCK_K: gl.constexpr = CONFIG.split_k * TILE
-    BEFORE: gl.constexpr = CONFIG.split_q * TILE * (BLOCK_K // 32)
+    BLOCK_K: gl.constexpr = CONFIG.block_k
+    BEFORE: gl.constexpr = CONFIG.block_q * (BLOCK_K // 32)
+    SPLIT_Q: gl.constexpr = CONFIG.block_q // p.shape[1]
     rows = gl.expand_dims(keys, 1)
     if CONFIG.causal:
         if gl.minimum(at + (shift + 1), limit) < end:
             p = gl.where(rows < gl.minimum(gl.expand_dims(at + inner, 0) + (shift + 1), limit), p, 0.0)
     elif limit < end:
         p = gl.where(rows < limit, p, 0.0)
-    part = step % CONFIG.split_q
-    return without(p, 0.0, elements_ptr, cut, keys % BLOCK_K, inner, part, CONFIG.split_q, BEFORE)
+    return without(p, 0.0, elements_ptr, cut, keys % BLOCK_K, inner, step % SPLIT_Q, SPLIT_Q, BEFORE)
 
 
 @gluon.jit
@@ -217,11 +171,11 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
 @gluon.jit(do_not_specialize=["capacity", "unsorted"])
 def _attention_dkdv_kernel(
     q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, elements_ptr,
-    lengths_ptr, sorted_ptr, B, H, GROUP, rows, columns, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
+    lengths_ptr, sorted_ptr, B, H, GROUP, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    SPLIT_Q: gl.constexpr = CONFIG.split_q
     STAGES: gl.constexpr = CONFIG.stages
-    BLOCK: gl.constexpr = q_desc.block_type.shape[2]
+    BLOCK: gl.constexpr = CONFIG.block_n
+    SPLIT_Q: gl.constexpr = CONFIG.block_q // BLOCK
     D: gl.constexpr = q_desc.block_type.shape[3]
     scores: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     sums: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -235,9 +189,11 @@ def _attention_dkdv_kernel(
     fence_async_shared()
     thread_barrier()
 
-    line = line_of(sorted_ptr, unsorted, CONFIG.split_k)
-    tile, _, batch, key_head = owner_of(line, columns, H // GROUP, CONFIG.split_k, False)
-    first = tile * BLOCK
+    tiles = gl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK)
+    program = in_order(sorted_ptr, unsorted, CONFIG.block_k // BLOCK)
+    batch, key_head = program // tiles // (H // GROUP), program // tiles % (H // GROUP)
+    first = program % tiles * BLOCK
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
     limit, shift = reached(lengths_ptr, batch, Tq, Tk)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
     fetch(v_desc, v_bufs, v_ready, 0, batch, key_head, first, True)
@@ -251,11 +207,9 @@ def _attention_dkdv_kernel(
     count = 0
     for member in range(GROUP):
         head = key_head * GROUP + member
-        base = matrix_of(batch, head, H, CONFIG) * rows
-        begin, steps, lost = column_of(
-            offsets_ptr, order_ptr, rows_ptr, tile, batch, head, B, H, rows, columns, first, limit, shift, capacity,
-            CONFIG, BLOCK,
-        )  # fmt: skip
+        lists = (offsets_ptr, order_ptr, rows_ptr)
+        begin, blocks, base, lost = column_of(lists, first, limit, shift, batch, head, sizes, CONFIG)
+        steps = blocks * SPLIT_Q
         for i in gl.static_range(STAGES):
             start = row_at(order_ptr, rows_ptr, begin, i, steps, base, SPLIT_Q, BLOCK)
             place = (count + i) % STAGES
@@ -305,108 +259,50 @@ def row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT: gl.constexpr, T
     return (block * SPLIT + step % SPLIT) * TILE
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """Of the two kernels. Both have as many queries as keys in a step."""
-
-    dq: Tile
-    dkdv: Tile
-
-
 SIDE = 64
+TILE = Tile(SIDE, SIDE)
+"""Of both kernels, which have as many queries as keys in a step: as measured on one H200 at D 64 (T 8,192, 16 heads,
+densities of 50, 25 and 10%, blocks of 64 and 128), the fastest of four depths of the rings and bounds of registers;
+taken over for D 128, where nothing was measured."""
 
 
-def tiles_of() -> Tiles:
-    """As measured on one H200 at D 64 (T 8,192, 16 heads, densities of 50, 25 and 10%, blocks of 64 and 128), the
-    fastest of four depths of the rings and bounds of registers; taken over for D 128, where nothing was measured."""
-    return Tiles(Tile(SIDE, SIDE, 2), Tile(SIDE, SIDE, 2))
-
-
-class Again:
-    """Repeats the backward pass of one shape without lengths: what follows from shapes is found out once."""
-
-    __slots__ = ("_dkdv", "_dq", "_forms", "_lists", "_orders")
-
-    def __init__(
-        self,
-        dkdv: launch.Bound,
-        dq: launch.Bound,
-        tiles: Sequence[TensorDescriptor],
-        orders: tuple[Order, Order],
-        lists: tuple[int, ...],
-    ) -> None:
-        self._dkdv, self._dq, self._forms, self._lists = dkdv, dq, [Form(tile) for tile in tiles], lists
-        self._orders = [None if of.last is None else (of.last.shape, of.again) for of in orders]
-
-    def _ordered(self, which: int, stream: int, layout: Tensor, offsets: int) -> Tensor | None:
-        found = self._orders[which]
-        if found is None:
-            return None
-        shape, again = found
-        assert again is not None
-        order = layout.new_empty(shape)
-        again(stream, offsets, order.data_ptr())
-        return order
-
-    def __call__(
-        self, stream: int, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, stats: Tensor, layout: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Gradients of q, k and v."""
-        base = layout.data_ptr()
-        rows, columns, *by_columns = (base + at for at in self._lists)
-        dq, dk, dv = empty_like(q), empty_like(k), empty_like(v)
-        tensors = (q, grad, k, v, dq, dk, dv, stats)
-        *tiles, dq_tile, dk_tile, dv_tile, stats_tile = [form(x) for form, x in zip(self._forms, tensors)]
-        longest = self._ordered(0, stream, layout, by_columns[0])
-        last = None if longest is None else longest.data_ptr()
-        self._dkdv(stream, *tiles, dk_tile, dv_tile, stats_tile, *by_columns, None, None, last)
-        longest = self._ordered(1, stream, layout, rows)
-        last = None if longest is None else longest.data_ptr()
-        self._dq(stream, *tiles, dq_tile, stats.data_ptr(), rows, columns, None, None, last)
-        return dq, dk, dv
+Order = tuple[Tensor | None, int]
+"""(numbers of the last lines of a layout, in which these begin; how many lines come before them in their own order)."""
 
 
 def launch_attention_bwd(
-    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, tiles: Tiles | None = None
-) -> tuple[Tensor, Tensor, Tensor, Again | None]:
-    """Gradients of q, k and v, and what repeats them; `grad` has contiguous rows."""
+    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_rows: Order, of_columns: Order, of_dq: Tile = TILE,
+    of_dkdv: Tile = TILE,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v; `grad` has contiguous rows. The orders are those in which programs of rows, and of
+    columns, begin."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
-    given, elements, tiles = (call.q, grad, call.k, call.v), lists.elements, tiles_of() if tiles is None else tiles
-    parts = lists.row_offsets, lists.col_indices, lists.col_offsets, lists.transpose_order, lists.row_indices
     q, grad = readable(call.q), readable(grad)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
-    padded, capacity = stats.shape[-1], lists.form.capacity
+    padded, sizes = stats.shape[-1], (p.b, p.h, p.group, p.tq, p.tk, lists.form.capacity)
     stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
-    tile, config = tiles.dkdv, config_of(p, tiles.dkdv)
-    columns = launch_order(p, parts[2], p.columns, config.split_k, p.group)
-    args = (*inputs, dk_desc, dv_desc, stats_desc, *parts[2:], elements, lengths, columns.last)
-    args += (p.b, p.h, p.group, p.rows, p.columns, p.tq, p.tk, capacity, columns.unsorted, p.scale * INV_LN2)
-    grid = (p.columns * config.split_k * p.b * p.key_heads, 1, 1)
-    meta = {"CONFIG": config}
-    of_keys = _attention_dkdv_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=13)
-    tile, config = tiles.dq, config_of(p, tiles.dq)
-    rows = launch_order(p, parts[0], p.rows, config.split_q)
-    args = (*inputs, dq_desc, stats, *parts[:2], elements, lengths, rows.last, p.b, p.h, p.group, p.rows)
-    args += (p.tq, p.tk, padded, capacity, rows.unsorted, p.scale * INV_LN2)
-    grid = (p.rows * config.split_q * p.b * p.h, 1, 1)
-    meta = {"CONFIG": config}
-    of_queries = _attention_dq_kernel(grid, args, meta, num_warps=tile.warps, maxnreg=tile.registers, head=11)
-    bound = [x for x in (of_keys, of_queries, columns.again, rows.again) if x is not None]
-    again = None
-    whole = len(bound) == 2 + (columns.last is not None) + (rows.last is not None)
-    if whole and lengths is None and elements is None and all(a is b for a, b in zip(given, (q, grad, k, v))):
-        forms = (*inputs, dq_desc, dk_desc, dv_desc, stats_desc)
-        again = Again(bound[0], bound[1], forms, (columns, rows), behind(call.layout, *parts))
-    return dq, dk, dv, again
+    masks, scale = (lists.elements, lengths), p.scale * INV_LN2
+    offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
+    split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
+    order, unsorted = of_columns
+    args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, order, *sizes, unsorted, scale)
+    grid = (p.columns * split * p.b * p.key_heads, 1, 1)
+    _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
+    offsets, split, config = lists.row_offsets, p.block[0] // SIDE, config_of(p, of_dq)
+    order, unsorted = of_rows
+    args = (*inputs, dq_desc, stats, offsets, lists.col_indices, *masks, order, *sizes, padded, unsorted, scale)
+    grid = (p.rows * split * p.b * p.h, 1, 1)
+    _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
+    return dq, dk, dv
 
 
 STATS = gl.NVMMASharedLayout(0, 32, 2)
 _ROWS = dict.fromkeys(("q_desc", "grad_desc", "k_desc", "v_desc"), SIDE)
 EXAMPLES = {
-    _attention_dq_kernel: example(tiles_of().dq, **_ROWS, dq_desc=SIDE),
-    _attention_dkdv_kernel: example(tiles_of().dkdv, **_ROWS, dk_desc=SIDE, dv_desc=SIDE)
+    _attention_dq_kernel: example(TILE, **_ROWS, dq_desc=SIDE),
+    _attention_dkdv_kernel: example(TILE, **_ROWS, dk_desc=SIDE, dv_desc=SIDE)
     | {"stats_desc": f"tensordesc<fp32[2, {SIDE}],{STATS!r}>"},
 }

@@ -59,34 +59,23 @@ def taken(address):
     return gl.inline_asm_elementwise(code, "=f,=f,=f,=f,r,r,r,r", [address], gl.float32, False, 4)
 
 
-@gluon.constexpr_function
-def _others_code(MATCH):
-    """By comparing the places of all threads, or by tags: the last to write is known to one of two alone."""
-    ask = (
-        """
-        mov.u32 tag, %laneid;
-        or.b32 tag, tag, 0x80000000;
-        @p mov.b32 tag, $1;
-        mov.u32 lane, %lanemask_eq;
-        match.any.sync.b32 tag, tag, 0xffffffff;
-        """
-        if MATCH
-        else """
+@gluon.jit
+def others(address, tag_address):
+    """0 for all threads where no two have one place: the last to write a tag is known to one of two alone."""
+    code: gl.constexpr = """
+        {
+        .reg .pred p;
+        .reg .b32 lane, tag;
+        setp.ge.s32 p, $1, 0;
         mov.u32 lane, %laneid;
         mov.b32 tag, lane;
         @p st.shared.u8 [$2], lane;
         bar.warp.sync 0xffffffff;
         @p ld.shared.u8 tag, [$2];
         bar.warp.sync 0xffffffff;
+        xor.b32 $0, tag, lane;
+        }
         """
-    )
-    return f"{{ .reg .pred p; .reg .b32 lane, tag; setp.ge.s32 p, $1, 0; {ask} xor.b32 $0, tag, lane; }}"
-
-
-@gluon.jit
-def others(address, tag_address, MATCH: gl.constexpr):
-    """0 for all threads where no two have one place."""
-    code: gl.constexpr = _others_code(MATCH)
     return gl.inline_asm_elementwise(code, "=r,r,r", [address, tag_address], gl.int32, False, 1)
 
 
@@ -179,7 +168,7 @@ def put(base, entry, limit, bound, SIZE: gl.constexpr, OP: gl.constexpr):
         place(address, x)
     else:
         tags = base + 4 * SIZE[0] + (target & (SIZE[1] - 1))
-        join(address, x.to(gl.float32), others(address, tags, SIZE[1] == 0), OP)
+        join(address, x.to(gl.float32), others(address, tags), OP)
 
 
 @gluon.jit
@@ -287,14 +276,12 @@ def scatter_rows(
     sizes: tuple[int, int, int, int],
     reduce: str,
     reset: bool,
-    size: tuple[int, int] | None = None,
 ) -> None:
     """Puts elements along rows. `lists` are offsets and columns of the blocks of rows, of the result and of index;
-    `sizes` are rows and columns of index and of the result; `size` is for measuring: without tags the places of all
-    threads are compared at once."""
+    `sizes` are rows and columns of index and of the result."""
     m_index, n_index, m, n = sizes
     index_capacity, height, width = index.shape
-    size = size_of(n, width) if size is None else size
+    size = size_of(n, width)
     resident = min(RESIDENT, (ROOM + 1024) // (4 * size[0] + size[1] + 1024))
     groups = (lists[0].shape[0] - 1) * height
     programs = max(1, min(groups, resident * tuning.programs(out.device)))

@@ -1,7 +1,8 @@
 """Block-sparse attention on the CPU: block rows in chunks, each with the blocks that it lists gathered side by side.
 
 Rows of one chunk list equally many blocks, so that nothing is padded, and its scores fit into a core's cache, for the
-softmax goes over them several times. Where nothing is cut off a block, nothing is masked.
+softmax goes over them several times. Where nothing is cut off a block, nothing is masked. A layout that leaves nothing
+out, or a causal one nothing but later keys, is plain attention.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer.blocksparse.attention_path import empty_like, first_key
-from gossamer.blocksparse.elements import unpack, words_of
+from gossamer.blocksparse.elements import cut_among
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
@@ -95,15 +96,14 @@ class Attention:
         """`inside` of a chunk, without the elements that its blocks `[n, L]` leave out."""
         if self.elements is None:
             return inside
-        starts, (height, width) = self.elements[entry].long(), self.block
-        at, place = (starts > 0).nonzero(as_tuple=True)
+        height, width = self.block
+        (at, place), elements = cut_among(self.elements, entry, self.block)
         if not len(at):
             return inside
-        words = self.elements[starts[at, place][:, None] + torch.arange(words_of(self.block))]
         if inside is None:
             inside = torch.ones(len(entry), height, entry.shape[1] * width, dtype=torch.bool)
         blocks = inside.view(len(entry), height, -1, width)
-        blocks[at, :, place] &= unpack(words, self.block)
+        blocks[at, :, place] &= elements
         return inside
 
     def keys(self, x: Tensor) -> Tensor:
@@ -185,6 +185,50 @@ def _scattered(blocks: Tensor, chunk: _Chunk, values: Tensor) -> None:
     blocks.view(math.prod(blocks.shape[:3]), *blocks.shape[3:]).index_add_(0, _flat(blocks, chunk), values)
 
 
+def leaves_nothing_out(given: Attention) -> bool | None:
+    """Whether every query takes all keys (False), or all keys up to its own position (True), by the layout and
+    `causal` together; None of every other attention."""
+    q, k, v, lists, (height, width) = given.q, given.k, given.v, given.lists, given.block
+    added = any(x is not None for x in (given.bias, given.relative, given.lengths))
+    if added or q.shape[2:] != k.shape[2:] or q.shape[3] != v.shape[3] or not q.numel():
+        return None
+    rows, cols, length = lists.form.rows, lists.form.cols, q.shape[2]
+    row, col = torch.arange(rows)[:, None] * height, torch.arange(cols) * width
+    present = lists.positions.view(-1, rows, cols) >= 0
+    causal = given.causal or not bool(present.all())
+    needed = (col < row + height) if causal else torch.ones(rows, cols, dtype=torch.bool)
+    if not bool(present[:, needed].all()) or (causal and not given.causal and bool(present[:, ~needed].any())):
+        return None
+    straddles = bool((needed & (col + width > row + 1)).any())
+    if given.elements is None:
+        return None if causal and not given.causal and straddles else causal
+    numbers = torch.arange(int(lists.nnz))
+    (at,), inside = cut_among(given.elements, numbers, given.block)
+    query = (lists.row_indices[at].long() % rows * height)[:, None, None] + torch.arange(height)[:, None]
+    key = (lists.col_indices[at].long() * width)[:, None, None] + torch.arange(width)
+    exists = (query < length) & (key < length)
+    wanted = exists & (key <= query) if causal else exists
+    if bool((wanted & ~inside).any()):
+        return None
+    if causal and not given.causal:
+        whole = numbers.new_ones(len(numbers), dtype=torch.bool).index_fill_(0, at, False)
+        first, last = lists.row_indices[numbers][whole] % rows * height, (lists.col_indices[numbers][whole] + 1) * width
+        if bool((exists & inside & ~wanted).any()) or bool((last > first + 1).any()):
+            return None
+    return causal
+
+
+def _as_dense(given: Attention) -> tuple[Tensor, Tensor, Tensor, bool] | None:
+    """(q, k, v with as many heads, causal) of an attention that PyTorch computes as well, or None. PyTorch multiplies
+    hidden keys by 0, so that operands have to be finite."""
+    causal = leaves_nothing_out(given)
+    if causal is None or not all(bool(x.isfinite().all()) for x in (given.q, given.k, given.v)):
+        return None
+    group = given.q.shape[1] // given.k.shape[1]
+    k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (given.k, given.v))
+    return given.q, k, v, causal
+
+
 def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention`."""
     given, (q, k, v), height = Attention(call), call[:3], call.form[3]
@@ -192,6 +236,10 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     if given.lists.overflowed():
         return empty_like(q).fill_(torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
+    if (dense := _as_dense(given)) is not None:
+        *qkv, causal = dense
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, causal, scale=call.scale)
+        return _token_major(out, q.dtype), lse.contiguous()
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     out = torch.zeros_like(q_blocks)
     lse = q_blocks.new_full(q_blocks.shape[:-1], -torch.inf)
@@ -220,6 +268,14 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     if given.lists.overflowed():
         dq, dk, dv = (empty_like(x).fill_(torch.nan) for x in (q, k, v))
         return dq, dk, dv, dbias.fill_(torch.nan).to(added), drelative.new_full(drelative.shape, torch.nan).to(q.dtype)
+    if grad_lse is None and bool(grad.isfinite().all()) and (dense := _as_dense(given)) is not None:
+        *qkv, causal = dense
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        dq, dk, dv = backward(grad, *qkv, out, lse, 0.0, causal, scale=scale)
+        if dk.shape[1] != k.shape[1]:
+            dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
+        dq, dk, dv = (_token_major(x, q.dtype) for x in (dq, dk, dv))
+        return dq, dk, dv, dbias.to(added), drelative.to(q.dtype)
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
     grad_blocks = given.blocks(grad, height)
     delta = (grad_blocks * given.blocks(out, height)).sum(-1)

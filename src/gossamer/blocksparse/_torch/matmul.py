@@ -34,7 +34,7 @@ def matmul(call: BlocksparseMatmul) -> Tensor:
     if of_out is None and of_b is None:
         return _by_rows(a, of_a, trans_a, b, (z, m, k, n), (bm, bk))
     if of_out is None and of_a is None:
-        return _by_columns(a, b, of_b, trans_b, (z, m, k, n), (bk, bn))
+        return _by_rows(b, of_b, not trans_b, a.mT, (z, n, k, m), (bn, bk)).mT.contiguous()
     if of_a is None and of_b is None:
         assert of_out is not None
         return _sampled(a, b, of_out, (z, m, k, n), (bm, bn))
@@ -71,26 +71,6 @@ def _by_rows(
         below = right[batch] if count == inner else right[batch, met]
         torch.mm(strip, below.reshape(count * bk, n), out=out[batch, row])
     return out.view(z, rows * bm, n)[:, :m].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
-
-
-def _by_columns(
-    a: Tensor, b: Tensor, of_b: Lists | None, trans_b: bool, size: tuple[int, int, int, int], block: tuple[int, int]
-) -> Tensor:
-    """Dense a `[Z, M, K]` times block-sparse b."""
-    (z, m, k, n), (bk, bn) = size, block
-    inner, cols = -(-k // bk), -(-n // bn)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    right, of_right = _blocks(b, of_b, trans_b, (z, k, n), (bk, bn))
-    left = pad(a.to(wide), (0, inner * bk - k)).reshape(z, m, inner, bk)
-    out = torch.zeros(z, m, cols, bn, dtype=wide)
-    for batch, col in (of_right >= 0).any(1).nonzero().tolist():
-        numbers = of_right[batch, :, col]
-        met = (numbers >= 0).nonzero().squeeze(1)
-        count = len(met)
-        strip = right[numbers[met]].to(wide).reshape(count * bk, bn)
-        beside = left[batch] if count == inner else left[batch][:, met]
-        out[batch, :, col] = beside.reshape(m, count * bk) @ strip
-    return out.view(z, m, cols * bn)[:, :, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def _sampled(a: Tensor, b: Tensor, of_out: Lists, size: tuple[int, int, int, int], block: tuple[int, int]) -> Tensor:

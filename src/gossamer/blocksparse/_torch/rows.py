@@ -8,25 +8,24 @@ import torch
 from torch import Tensor
 
 from gossamer.blocksparse.lists import Lists, lost
-from gossamer.blocksparse.records import BlocksparseCollect, BlocksparseMost, BlocksparseShifted, BlocksparseSpread
+from gossamer.blocksparse.records import BlocksparseCollect, BlocksparseMost, BlocksparseShifted
 
 
-def spread(call: BlocksparseSpread) -> Tensor:
-    """Operator `blocksparse_spread`."""
-    lists = Lists(call.layout, call.form)
-    if not call.vectors.shape[0]:
-        return call.vectors.new_zeros(lists.form.capacity, call.vectors.shape[1])
+def spread(vectors: Tensor, layout: Tensor, form: tuple[int, ...], dim: int) -> Tensor:
+    """`[rows, b]` -> `[capacity, b]`: each block's vector, zeros behind the last block."""
+    lists = Lists(layout, form)
+    if not vectors.shape[0]:
+        return vectors.new_zeros(lists.form.capacity, vectors.shape[1])
     index = lists.row_indices
-    if call.dim == -2:
+    if dim == -2:
         matrix = index.div(max(lists.form.rows, 1), rounding_mode="floor")
         index = torch.add(lists.col_indices, matrix, alpha=lists.form.cols)
-    return torch.where((index >= 0)[:, None], call.vectors[index.clamp(min=0).long()], 0)
+    return torch.where((index >= 0)[:, None], vectors[index.clamp(min=0).long()], 0)
 
 
 def shifted(call: BlocksparseShifted) -> Tensor:
     """Operator `blocksparse_shifted`."""
-    at = spread(BlocksparseSpread(call.vectors, call.layout, call.form, call.dim))
-    at = at.to(call.values.dtype).unsqueeze(call.dim)
+    at = spread(call.vectors, call.layout, call.form, call.dim).to(call.values.dtype).unsqueeze(call.dim)
     return call.values + at if call.how == "add" else call.values * at
 
 

@@ -17,7 +17,7 @@ def scatter_reduce(call: BlocksparseScatterReduce) -> Tensor:
     shape = (lists.form.capacity, *index.shape[1:])
     if lists.overflowed() or names.overflowed():
         return torch.full(shape, lost(dtype), dtype=dtype)
-    place = places(index, names, lists.form, lists.positions, Axis(*call.axis), "index of a scatter").view(-1)
+    place = places(index, names, lists, Axis(*call.axis), "index of a scatter").view(-1)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.uint8 if dtype is torch.bool else dtype
     # One element more takes what has no place.
     size = math.prod(shape)

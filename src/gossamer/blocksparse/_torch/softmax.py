@@ -5,7 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from gossamer.blocksparse._torch.tensor import valid
-from gossamer.blocksparse.elements import unpack, words_of
+from gossamer.blocksparse.elements import cut_among
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
 
@@ -21,10 +21,8 @@ def softmax(call: BlocksparseSoftmax) -> Tensor:
     row, col = lists.row_indices[:held].long(), lists.col_indices[:held].long()
     part = valid(lists)[:held]
     if elements is not None:
-        starts = elements[:held].long()
-        at = starts.nonzero().squeeze(1)
-        words = elements[starts[at][:, None] + torch.arange(words_of((height, width)))]
-        part = part.expand(held, height, width).index_put((at,), part[at] & unpack(words, (height, width)))
+        at, inside = cut_among(elements, torch.arange(held), (height, width))
+        part = part.expand(held, height, width).index_put(at, part[at] & inside)
     if mask is not None:
         part = part & _of_blocks(mask, row, col, (m, n), (height, width))
     x = values[:held].to(torch.promote_types(values.dtype, torch.float32)) * scale

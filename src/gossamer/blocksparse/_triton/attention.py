@@ -23,46 +23,10 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of
 from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of, splits_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
-
-INV_LN2 = 1.4426950408889634
-
-
-@dataclass(frozen=True)
-class Config:
-    """What the kernels of one attention are compiled for, as one constexpr.
-
-    Blocks of the layout (`block_q` by `block_k`), the tile of a step, whether layout and bias have a matrix of their
-    own for each batch and head (and the bias a row for each query), and what is added to the scores: of `terms` terms
-    of relative positions, `window` numbers each.
-    """
-
-    block_q: int
-    block_k: int
-    block_m: int
-    block_n: int
-    block_d: int
-    warps: int
-    stages: int
-    causal: bool
-    layout_batch: bool
-    layout_head: bool
-    bias: str = "none"
-    bias_batch: bool = False
-    bias_head: bool = False
-    bias_query: bool = False
-    terms: int = 0
-    window: int = 0
-    splits: int = 1
-    precision: str = "ieee"
-    upcast: bool = False
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """Of the launch."""
-        return {"num_warps": self.warps, "num_stages": self.stages}
 
 
 @triton.jit
@@ -72,70 +36,6 @@ def listed(blocks_ptr, begin, count, at, BLOCK: tl.constexpr):
     entry = begin + at // BLOCK
     block = tl.load(blocks_ptr + entry, mask=exists, other=0)
     return block * BLOCK + at % BLOCK, entry, exists
-
-
-@triton.jit
-def matrix_of(batch, head, H, CONFIG: tl.constexpr):
-    """Which matrix of the layout a batch and a head read."""
-    z = head * 0
-    if CONFIG.layout_head:
-        z += head
-        if CONFIG.layout_batch:
-            z += batch * H
-    elif CONFIG.layout_batch:
-        z += batch
-    return z
-
-
-@triton.jit
-def last_of(B, H, lines, CONFIG: tl.constexpr):
-    """Where the offsets of a layout end, which is their total; `lines` are the rows or columns of a matrix."""
-    if CONFIG.layout_head:
-        lines *= H
-    if CONFIG.layout_batch:
-        lines *= B
-    return lines
-
-
-@triton.jit
-def span(offsets_ptr, row, last, capacity):
-    """(first entry, number of entries, whether the lists are incomplete) of a row; no entries where they are."""
-    begin = tl.load(offsets_ptr + row)
-    lost = tl.load(offsets_ptr + last) > capacity
-    return begin, tl.where(lost, 0, tl.load(offsets_ptr + row + 1) - begin), lost
-
-
-@triton.jit
-def reach(columns_ptr, begin, count, bound):
-    """How many of a row's blocks, in ascending order, stand before column `bound`."""
-    low = count * 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        before = tl.load(columns_ptr + begin + middle) < bound
-        low = tl.where(before, middle + 1, low)
-        high = tl.where(before, high, middle)
-    return low
-
-
-@triton.jit
-def met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG: tl.constexpr):
-    """How many of a row's blocks any query of a tile meets: those behind the diagonal or a length are left out."""
-    if CONFIG.causal or lengths_ptr is not None:
-        end = limit
-        if CONFIG.causal:
-            end = tl.minimum(end, tl.maximum((tile + 1) * CONFIG.block_m + shift, 0))
-        count = reach(columns_ptr, begin, count, tl.cdiv(end, CONFIG.block_k))
-    return count
-
-
-@triton.jit
-def reached(lengths_ptr, batch, Tq, Tk):
-    """(where a sequence's keys end, at which key the first query stands)."""
-    limit = Tk
-    if lengths_ptr is not None:
-        limit = tl.minimum(tl.load(lengths_ptr + batch), Tk)
-    return limit, tl.maximum(limit - Tq, tl.minimum(Tk - Tq, 0))
 
 
 @triton.jit
@@ -161,15 +61,6 @@ def store_rows(x_ptr, base, rows, exists, D, x, BLOCK_D: tl.constexpr):
 
 
 @triton.jit
-def load_stats(stats_ptr, pair, lines, exists, Tq, ROWS: tl.constexpr):
-    """(log-sum-exp in base 2, row sum) of queries."""
-    padded = tl.cdiv(Tq, ROWS) * ROWS
-    stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
-    lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
-    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0)
-
-
-@triton.jit
 def dot(a, b, CONFIG: tl.constexpr):
     PRECISION: tl.constexpr = CONFIG.precision
     if CONFIG.upcast:
@@ -191,12 +82,13 @@ def bias_start(pair, H, Tq, Tk, CONFIG: tl.constexpr):
 
 
 @triton.jit
-def relation(places_ptr, term, batch, B, query, key, Tq, Tk, R):
-    """Which of R relative positions a key has to a query, the outermost for all beyond."""
-    at = places_ptr + (term * B + batch).to(tl.int64) * (Tq + Tk)
+def relation(places_ptr, term, pair, query, key, sizes, CONFIG: tl.constexpr):
+    """Which of a term's relative positions a key has to a query, the outermost for all beyond."""
+    B, H, _, Tq, Tk, _ = sizes
+    at = places_ptr + (term * B + pair // H).to(tl.int64) * (Tq + Tk)
     of_query = tl.load(at + query, mask=query < Tq, other=0)
     of_key = tl.load(at + Tq + key, mask=key < Tk, other=0)
-    return tl.minimum(tl.maximum(of_key - of_query + R // 2, 0), R - 1)
+    return tl.minimum(tl.maximum(of_key - of_query + CONFIG.window // 2, 0), CONFIG.window - 1)
 
 
 @triton.jit
@@ -213,12 +105,11 @@ def taken(elements_ptr, entry, query, key, inside, capacity, CONFIG: tl.constexp
 
 
 @triton.jit
-def scores(
-    s, bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, query, key, entry, inside, Tq, Tk, shift, capacity,
-    scale, CONFIG: tl.constexpr,
-):  # fmt: skip
+def scores(s, added, pair, query, key, entry, inside, shift, scale, sizes, CONFIG: tl.constexpr):
     """Scores, in base 2, with what is added to them; -inf where query and key do not meet. Queries and keys lie along
     either axis."""
+    bias_ptr, relative_ptr, places_ptr, elements_ptr = added
+    _, H, _, Tq, Tk, capacity = sizes
     TERMS: tl.constexpr = CONFIG.terms
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
@@ -228,7 +119,7 @@ def scores(
     if elements_ptr is not None:
         inside = taken(elements_ptr, entry, query, key, inside, capacity, CONFIG)
     for term in tl.static_range(TERMS):
-        step = relation(places_ptr, term, pair // H, B, query, key, Tq, Tk, R)
+        step = relation(places_ptr, term, pair, query, key, sizes, CONFIG)
         at = (pair.to(tl.int64) * Tq + query) * (TERMS * R) + (term * R + step)
         s += tl.load(relative_ptr + at, mask=inside, other=0.0).to(tl.float32)
     s *= scale
@@ -252,29 +143,20 @@ def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, out_ptr, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
     elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     SPLITS: tl.constexpr = CONFIG.splits
-    rows = tl.cdiv(Tq, BLOCK_Q)
-    tiles = rows * (BLOCK_Q // BLOCK_M)
+    added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
     part = tl.program_id(0) % SPLITS
-    tile = tl.program_id(0) // SPLITS % tiles
-    # Below a diagonal the last queries meet most keys: a long row that began last would leave the GPU waiting.
-    tile = tiles - 1 - tile if CONFIG.causal else tile
-    pair = tl.program_id(0) // (SPLITS * tiles)
-    batch = pair // H
-    head = pair % H
+    tile, pair = owner_of(tl.program_id(0) // SPLITS, Tq, CONFIG)
+    begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
-    row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
-    begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
-    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
-    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG)
     q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, exists, D, BLOCK_D)
-    keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
+    keys = (pair // GROUP).to(tl.int64) * Tk
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -284,8 +166,8 @@ def _attention_fwd_kernel(
         present = present & (key < limit)
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
-            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, lines[:, None],
-            key[None, :], entry[None, :], exists[:, None] & present[None, :], Tq, Tk, shift, capacity, scale, CONFIG,
+            dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
+            exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
         )  # fmt: skip
         most = tl.maximum(m, tl.max(s, 1))
         base = tl.where(most == float("-inf"), 0.0, most)
@@ -303,7 +185,7 @@ def _attention_fwd_kernel(
     if SPLITS > 1:
         store_rows(out_ptr, line, lines, exists, D, out, BLOCK_D)
     else:
-        base, rows_at = token_major(batch, head, Tq, H, lines)
+        base, rows_at = token_major(pair // H, pair % H, Tq, H, lines)
         store_rows(out_ptr, base, rows_at, exists, D, out, BLOCK_D)
     tl.store(lse_ptr + (line + lines), lse, mask=exists)
 
@@ -327,16 +209,6 @@ def _attention_join_kernel(
     tl.store(out_ptr + (base + row) * D + inner, out, mask=inner < D)
     at = pair.to(tl.int64) * Tq + line
     tl.store(lse_ptr + at, tl.where(total == 0, float("-inf"), most + tl.log(total)))
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Queries and keys of a step, warps and stages."""
-
-    block_m: int
-    block_n: int
-    warps: int
-    stages: int
 
 
 def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
@@ -391,10 +263,7 @@ def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Call
     if call.relative is not None and places is not None:
         terms = places.shape[0], call.relative.shape[-1] // places.shape[0]
     tile, precision = tile_of(p.d, q.element_size(), p.block, terms[0]), tuning.dot_precision(q, inner_of(p.d))
-    config = Config(
-        *p.block, tile.block_m, tile.block_n, launch.next_power_of_2(max(p.d, 16)), tile.warps, tile.stages, p.causal,
-        *p.own, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"],
-    )  # fmt: skip
+    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"])
     inputs = q.contiguous(), call.k.contiguous(), call.v.contiguous(), bias, call.relative, places
     return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, config)
 
@@ -419,29 +288,9 @@ def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tens
     return out, lse
 
 
-_plans = launch.Plans()
-
-
-def key_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Any:
-    """The properties of a call on which a plan's launches depend; None where no plan repeats the call's operands."""
-    if call.bias is not None or call.relative is not None or call.lengths is not None or call.form[8]:
-        return None
-    q, k, v = call.q, call.k, call.v
-    shapes = q.shape, k.shape, q.stride(), k.stride(), v.stride()
-    return *shapes, q.dtype, q.get_device(), *call.form, *call.own, call.causal, call.scale
-
-
 def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention`."""
     q, k, v, *_ = call
-    key, index = key_of(call), q.get_device()
-    if key is not None:
-        addresses = q.data_ptr() | k.data_ptr() | v.data_ptr() | call.layout.data_ptr()
-        plan = _plans.get(key, index, addresses)
-        if plan is not None:
-            stream = torch._C._cuda_getCurrentRawStream(index)
-            found: tuple[Tensor, Tensor] = plan.launches[0](stream, q, k, v, call.layout.data_ptr())
-            return found
     if q.shape[:3].numel() == 0:
         return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.shape[-1] == 0:
@@ -452,15 +301,12 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     if path == "hopper":
         from gossamer.blocksparse._gluon import attention as hopper
 
-        out, lse, again = hopper.launch_attention_fwd(call)
-        if key is not None:
-            _plans.keep(key, q.device, again)
-        return out, lse
+        return hopper.launch_attention_fwd(call)
     given = operands(call, tile_of)
     return launch_attention_fwd(given, splits_of(given.problem, q.device) if path == "split" else 1)
 
 
-EXAMPLE = Config(64, 64, 64, 64, 128, 4, 2, True, True, True, "dense", True, True, True, 1, 129)
+EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, True, True, True, "dense", True, True, True, 1, 129)
 """What the kernels are compiled for in the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {

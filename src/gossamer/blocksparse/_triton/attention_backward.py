@@ -5,6 +5,11 @@ and walks the keys of their block row's list; `_attention_dkdv_kernel` owns BLOC
 block column's list, for each head that shares the keys, on transposed scores; `_attention_dbias_kernel` owns a tile of
 the bias and walks the heads and batches that share it. Each recomputes the weights from the log-sum-exp and writes its
 sums once, so that results do not depend on the order in which programs run.
+
+The kernel over queries also adds up the gradients of relative positions, `[B, H, Tq, terms * R]`, in memory: of each
+tile, for each position that occurs in it, row by row the gradients of the keys that stand there. Far from the diagonal
+of a sequence that is a single position, the outermost. A program alone adds to its queries' sums, one tile after the
+other, so that the order of the additions is fixed.
 """
 
 from dataclasses import replace
@@ -14,30 +19,35 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
     Operands,
-    Tile,
     dot,
-    key_of,
-    last_of,
     listed,
     load_rows,
-    load_stats,
-    matrix_of,
-    met,
     operands,
-    reached,
+    relation,
     scores,
-    span,
     store_rows,
     token_major,
 )
-from gossamer.blocksparse._triton.attention_relative import launch_attention_drelative
-from gossamer.blocksparse.attention_path import choose_path, empty_like
+from gossamer.blocksparse.attention_lists import (
+    Tile,
+    column_of,
+    config_of,
+    last_of,
+    matrix_of,
+    owner_of,
+    reached,
+    row_of,
+)
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
+from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
+RESIDENT, MOST = 3, 1024
+"""Programs of Hopper's kernels that share a multiprocessor, and lines at most that are sorted."""
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
 
@@ -69,31 +79,78 @@ def _attention_stats_kernel(
     tl.store(stats_ptr + tiles * ROWS, delta)
 
 
+@triton.jit
+def blocks_of(offsets_ptr, line, exists, H, GROUP, lines, CONFIG: tl.constexpr):
+    """Blocks of lines, counted over batches and heads; of GROUP neighbouring heads where these share a line."""
+    batch = line // lines // (H // GROUP)
+    head = line // lines % (H // GROUP) * GROUP
+    blocks = tl.zeros_like(line)
+    for member in range(GROUP):
+        at = offsets_ptr + (matrix_of(batch, head + member, H, CONFIG) * lines + line % lines)
+        blocks += tl.load(at + 1, mask=exists, other=0) - tl.load(at, mask=exists, other=0)
+    return blocks
+
+
+@launch.kernel(do_not_specialize=["first", "count"])
+def _attention_order_kernel(
+    offsets_ptr, order_ptr, H, GROUP, lines, first, count, CONFIG: tl.constexpr, LINES: tl.constexpr, MOST: tl.constexpr
+):  # fmt: skip
+    """Program (LINES of the last `count` lines): how many of these, at most MOST, come before each."""
+    own = tl.program_id(0) * LINES + tl.arange(0, LINES)
+    every = tl.arange(0, MOST)
+    length = blocks_of(offsets_ptr, first + own, own < count, H, GROUP, lines, CONFIG)[:, None]
+    others = blocks_of(offsets_ptr, first + every, every < count, H, GROUP, lines, CONFIG)[None, :]
+    # What does not exist has no blocks and stands behind all that does.
+    before = (others > length) | ((others == length) & (every[None, :] < own[:, None]))
+    tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), first + own, mask=own < count)
+
+
+@triton.jit
+def load_stats(stats_ptr, pair, lines, exists, Tq, ROWS: tl.constexpr):
+    """(log-sum-exp in base 2, row sum) of queries."""
+    padded = tl.cdiv(Tq, ROWS) * ROWS
+    stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
+    lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
+    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0)
+
+
+@triton.jit
+def add_relative(sums_ptr, ds, places_ptr, pair, query, key, present, sizes, CONFIG: tl.constexpr):
+    """Adds the gradients `ds` of a tile of scores to those of the relative positions of its keys."""
+    R: tl.constexpr = CONFIG.window
+    TERMS: tl.constexpr = CONFIG.terms
+    exists = query < sizes[3]
+    sums_ptr += pair.to(tl.int64) * sizes[3] * (TERMS * R)
+    for term in tl.static_range(TERMS):
+        step = relation(places_ptr, term, pair, query[:, None], key[None, :], sizes, CONFIG)
+        both = exists[:, None] & present[None, :]
+        low = tl.min(tl.min(tl.where(both, step, R), 1), 0)
+        high = tl.max(tl.max(tl.where(both, step, -1), 1), 0) + 1
+        for position in range(low, high):
+            there = tl.sum(tl.where(step == position, ds, 0.0), 1)
+            at = query.to(tl.int64) * (TERMS * R) + (term * R + position)
+            tl.atomic_add(sums_ptr + at, there, mask=exists, sem="relaxed")
+
+
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
-    q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, offsets_ptr, columns_ptr,
-    lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, drelative_sums_ptr,
+    offsets_ptr, columns_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_Q: tl.constexpr = CONFIG.block_q
+    """`drelative_sums` are zeros."""
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    rows = tl.cdiv(Tq, BLOCK_Q)
-    tiles = rows * (BLOCK_Q // BLOCK_M)
-    tile = tl.program_id(0) % tiles
-    tile = tiles - 1 - tile if CONFIG.causal else tile
-    pair = tl.program_id(0) // tiles
-    batch = pair // H
-    head = pair % H
+    TERMS: tl.constexpr = CONFIG.terms
+    added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
+    tile, pair = owner_of(tl.program_id(0), Tq, CONFIG)
+    begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
-    row = matrix_of(batch, head, H, CONFIG) * rows + tile * BLOCK_M // BLOCK_Q
-    begin, count, lost = span(offsets_ptr, row, last_of(B, H, rows, CONFIG), capacity)
-    limit, shift = reached(lengths_ptr, batch, Tq, Tk)
-    count = met(columns_ptr, lengths_ptr, begin, count, tile, limit, shift, CONFIG)
     queries = pair.to(tl.int64) * Tq
-    keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
+    keys = (pair // GROUP).to(tl.int64) * Tk
     q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
     grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
     lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
@@ -105,28 +162,23 @@ def _attention_dq_kernel(
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
-            dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H, lines[:, None],
-            key[None, :], entry[None, :], exists[:, None] & present[None, :], Tq, Tk, shift, capacity, scale, CONFIG,
+            dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
+            exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
         )  # fmt: skip
         p = tl.exp2(s - lse[:, None])
         ds = p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
         dq += dot(ds.to(k.dtype), k, CONFIG)
+        if drelative_sums_ptr is not None:
+            ds *= scale * 0.6931471805599453
+            add_relative(drelative_sums_ptr, ds, places_ptr, pair, lines, key, present, sizes, CONFIG)
     dq = tl.where(lost, float("nan"), dq * (scale * 0.6931471805599453))
-    base, rows_at = token_major(batch, head, Tq, H, lines)
+    base, rows_at = token_major(pair // H, pair % H, Tq, H, lines)
     store_rows(dq_ptr, base, rows_at, exists, D, dq, BLOCK_D)
-
-
-@triton.jit
-def passed(order_ptr, rows_ptr, begin, count, bound):
-    """How many of a column's blocks, from top to bottom, stand before row `bound`."""
-    low = count * 0
-    high = count
-    while low < high:
-        middle = (low + high) // 2
-        above = tl.load(rows_ptr + tl.load(order_ptr + begin + middle)) < bound
-        low = tl.where(above, middle + 1, low)
-        high = tl.where(above, high, middle)
-    return low
+    if drelative_sums_ptr is not None:
+        if lost:
+            for position in range(0, TERMS * CONFIG.window):
+                at = (queries + lines) * (TERMS * CONFIG.window) + position
+                tl.store(drelative_sums_ptr + at, tl.full([BLOCK_M], float("nan"), tl.float32), mask=exists)
 
 
 @launch.kernel(do_not_specialize=["capacity"])
@@ -135,50 +187,39 @@ def _attention_dkdv_kernel(
     order_ptr, rows_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = CONFIG.block_q
-    BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    rows = tl.cdiv(Tq, BLOCK_Q)
-    columns = tl.cdiv(Tk, BLOCK_K)
-    tiles = columns * (BLOCK_K // BLOCK_N)
-    tile = tl.program_id(0) % tiles
+    added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
+    tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK_N)
+    first_key = tl.program_id(0) % tiles * BLOCK_N
     pair = tl.program_id(0) // tiles
     batch = pair // (H // GROUP)
     limit, shift = reached(lengths_ptr, batch, Tq, Tk)
-    key = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-    exists = key < Tk
+    key = first_key + tl.arange(0, BLOCK_N)
     keys = pair.to(tl.int64) * Tk
     k = load_rows(k_ptr, keys, key, key < limit, D, BLOCK_D)
     v = load_rows(v_ptr, keys, key, key < limit, D, BLOCK_D)
-    before = tl.maximum(tile * BLOCK_N - shift, 0)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     for member in range(0, GROUP):
-        head = pair % (H // GROUP) * GROUP + member
-        z = matrix_of(batch, head, H, CONFIG)
-        column = z * columns + tile * BLOCK_N // BLOCK_K
-        begin, count, lost = span(offsets_ptr, column, last_of(B, H, columns, CONFIG), capacity)
-        count = tl.where(tile * BLOCK_N < limit, count, 0)
-        if CONFIG.causal:
-            # Block rows that end before these keys come first in the list, and meet none of them.
-            past = passed(order_ptr, rows_ptr, begin, count, z * rows + before // BLOCK_Q)
-            begin += past
-            count -= past
-        queries = (batch * H + head).to(tl.int64) * Tq
+        of_query = pair * GROUP + member
+        lists = (offsets_ptr, order_ptr, rows_ptr)
+        begin, count, base, lost = column_of(lists, first_key, limit, shift, batch, of_query % H, sizes, CONFIG)
+        queries = of_query.to(tl.int64) * Tq
         for first in range(0, count * BLOCK_Q, BLOCK_M):
             at = first + tl.arange(0, BLOCK_M)
             present = at < count * BLOCK_Q
             entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
-            query = (tl.load(rows_ptr + entry, mask=present, other=0) - z * rows) * BLOCK_Q + at % BLOCK_Q
+            query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
             present = present & (query < Tq)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, D, BLOCK_D)
-            lse, delta = load_stats(stats_ptr, batch * H + head, query, present, Tq, 64)
+            lse, delta = load_stats(stats_ptr, of_query, query, present, Tq, 64)
             s = scores(
-                dot(k, tl.trans(q), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, batch * H + head, B, H,
-                query[None, :], key[:, None], entry[None, :], (key < limit)[:, None] & present[None, :], Tq, Tk, shift,
-                capacity, scale, CONFIG,
+                dot(k, tl.trans(q), CONFIG), added, of_query, query[None, :], key[:, None], entry[None, :],
+                (key < limit)[:, None] & present[None, :], shift, scale, sizes, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[None, :])
             dv += dot(p.to(grad.dtype), grad, CONFIG)
@@ -187,8 +228,8 @@ def _attention_dkdv_kernel(
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
     base, rows_at = token_major(batch, pair % (H // GROUP), Tk, H // GROUP, key)
-    store_rows(dk_ptr, base, rows_at, exists, D, dk * (scale * 0.6931471805599453), BLOCK_D)
-    store_rows(dv_ptr, base, rows_at, exists, D, dv, BLOCK_D)
+    store_rows(dk_ptr, base, rows_at, key < Tk, D, dk * (scale * 0.6931471805599453), BLOCK_D)
+    store_rows(dv_ptr, base, rows_at, key < Tk, D, dv, BLOCK_D)
 
 
 @launch.kernel(do_not_specialize=["capacity"])
@@ -203,25 +244,26 @@ def _attention_dbias_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    SIDE_Q: tl.constexpr = BLOCK_Q // BLOCK_M
     SIDE_K: tl.constexpr = BLOCK_K // BLOCK_N
+    PARTS: tl.constexpr = BLOCK_Q // BLOCK_M * SIDE_K
     DENSE: tl.constexpr = CONFIG.bias == "dense"
     OWN_BATCH: tl.constexpr = CONFIG.bias_batch if DENSE else CONFIG.layout_batch
     OWN_HEAD: tl.constexpr = CONFIG.bias_head if DENSE else CONFIG.layout_head
+    added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
+    sizes = (B, H, GROUP, Tq, Tk, capacity)
     rows = tl.cdiv(Tq, BLOCK_Q)
     columns = tl.cdiv(Tk, BLOCK_K)
-    part = tl.program_id(0) % (SIDE_Q * SIDE_K)
-    block = tl.program_id(0) // (SIDE_Q * SIDE_K)
+    part = tl.program_id(0) % PARTS
+    block = tl.program_id(0) // PARTS
     total = tl.load(offsets_ptr + last_of(B, H, rows, CONFIG))
     if DENSE:
-        r = block // columns % rows
+        line = block // columns
         c = block % columns
-        owner = block // (columns * rows)
     else:
-        listed_row = tl.load(blocks_ptr + block, mask=block < total, other=0)
+        line = tl.load(blocks_ptr + block, mask=block < total, other=0)
         c = tl.load(columns_ptr + block, mask=block < total, other=0)
-        r = listed_row % rows
-        owner = listed_row // rows
+    r = line % rows
+    owner = line // rows
     heads = 1 if OWN_HEAD else H
     members = heads if OWN_BATCH else heads * B
     row_in = part // SIDE_K * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -242,16 +284,15 @@ def _attention_dbias_kernel(
             present = key < limit
             pair = batch * H + head
             queries = pair.to(tl.int64) * Tq
-            keys = (batch * (H // GROUP) + head // GROUP).to(tl.int64) * Tk
+            keys = (pair // GROUP).to(tl.int64) * Tk
             q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
             lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
             s = scores(
-                dot(q, tl.trans(k), CONFIG), bias_ptr, relative_ptr, places_ptr, elements_ptr, pair, B, H,
-                lines[:, None], key[None, :], tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :],
-                Tq, Tk, shift, capacity, scale, CONFIG,
+                dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :],
+                tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[:, None])
             acc += p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
@@ -272,29 +313,50 @@ def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
     return Tile(min(side, block[0]), min(keys, block[1]), 4, 1)
 
 
-def attention_stats(
-    out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None
-) -> tuple[Tensor, launch.Bound | None]:
-    """(what the backward kernels keep of each query, what makes it again); lse is contiguous, grad has contiguous
-    rows."""
+def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """The numbers that the backward kernels keep of each query; lse is contiguous, grad has contiguous rows."""
     b, h, t, d = out.shape
-    out = out.transpose(1, 2).contiguous()
     tiles = launch.cdiv(t, ROWS)
     stats = lse.new_empty(b, h, 2, tiles * ROWS)
-    sizes = (*grad.stride()[:3], h, t, d, tiles)
+    args = (out.transpose(1, 2).contiguous(), grad, lse, grad_lse, stats, *grad.stride()[:3], h, t, d, tiles)
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
-    args = (out, grad, lse, grad_lse, stats, *sizes)
-    return stats, _attention_stats_kernel((b * h * tiles, 1, 1), args, meta, head=5)
+    _attention_stats_kernel((b * h * tiles, 1, 1), args, meta)
+    return stats
 
 
-def launch_attention_bwd(given: Operands, grad: Tensor, stats: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v."""
+def longest_first(p: Problem, offsets: Tensor, lines: int, split: int, group: int = 1) -> tuple[Tensor | None, int]:
+    """(numbers of the last lines, longest first; how many lines come before these in their own order), for kernels of
+    which RESIDENT programs share a multiprocessor.
+
+    Programs begin in the order of their numbers, as others end, and a long line that begins last leaves the GPU
+    waiting. If all long lines began first, programs would end together, wave after wave, and would spread over all
+    heads, whose keys no cache holds. So only the last two waves of programs are sorted. Below a diagonal, where the
+    last lines are the longest, and where all programs begin at once, no lines are sorted.
+
+    `offsets` are a layout's, of its rows or columns; `lines` are those of a matrix, of `split` programs each; `group`
+    heads share a program.
+    """
+    total, wave = p.b * (p.h // group) * lines, RESIDENT * tuning.programs(offsets.device) // split
+    if p.causal or total <= wave:
+        return None, total
+    count = min(total, 2 * wave, MOST)
+    order = torch.empty(count, dtype=torch.int32, device=offsets.device)
+    args = (offsets, order, p.h, group, lines, total - count, count)
+    meta = {"CONFIG": config_of(p, Tile(64, 64)), "LINES": 16, "MOST": MOST}
+    _attention_order_kernel((launch.cdiv(count, 16), 1, 1), args, meta, num_warps=8)
+    return order, total - count
+
+
+def launch_attention_bwd(
+    given: Operands, grad: Tensor, stats: Tensor, drelative: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v. Those of the operand `relative` are added to `drelative`, float32 zeros."""
     p, lists, config, (q, k, v, *_) = given.problem, given.lists, given.config, given.inputs
     assert q is not None and k is not None and v is not None
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = (*given.inputs, grad, stats)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
-    args = (*inputs, dq, lists.row_offsets, lists.col_indices, *given.sizes)
+    args = (*inputs, dq, drelative, lists.row_offsets, lists.col_indices, *given.sizes)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
     if config.block_d * q.element_size() >= 256:
@@ -317,12 +379,9 @@ def launch_attention_dbias(given: Operands, bias: Tensor, grad: Tensor, stats: T
     return dbias
 
 
-_plans = launch.Plans()
-
-
 def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `blocksparse_attention_bwd`."""
-    given_grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
+    grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
     # Results share no memory.
     dbias, drelative = q.new_empty(0), q.new_empty(0)
     if q.numel() == 0 or k.numel() == 0:
@@ -332,38 +391,31 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
             drelative = relative.new_zeros(relative.shape)
         dq, dk, dv = (empty_like(x).zero_() for x in (q, k, v))
         return dq, dk, dv, dbias, drelative
-    key, index = None if grad_lse is not None else key_of(call), q.get_device()
-    if key is not None:
-        key, addresses = (*key, given_grad.stride(), out.stride()), 0
-        for x in (q, k, v, out, given_grad, lse, call.layout):
-            addresses |= x.data_ptr()
-        plan = _plans.get(key, index, addresses)
-        if plan is not None:
-            gradients, statistics, shape = plan.launches
-            stream, stats = torch._C._cuda_getCurrentRawStream(index), lse.new_empty(shape)
-            statistics(stream, out.data_ptr(), given_grad.data_ptr(), lse.data_ptr(), None, stats.data_ptr())
-            return *gradients(stream, q, k, v, given_grad, stats, call.layout), dbias, drelative
     # Statistics, and the copy engine, read rows wherever they stand.
-    grad = given_grad if given_grad.stride(-1) == 1 else given_grad.contiguous()
-    stats, bound = attention_stats(out, grad, lse, grad_lse)
+    grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+    stats = attention_stats(out, grad, lse, grad_lse)
     if choose_path(call) == "hopper":
-        from gossamer.blocksparse._gluon import attention_backward as hopper
+        from gossamer.blocksparse._gluon.attention_backward import SIDE
+        from gossamer.blocksparse._gluon.attention_backward import launch_attention_bwd as on_hopper
 
-        dq, dk, dv, again = hopper.launch_attention_bwd(call, grad, stats)
-        if key is not None and bound is not None and grad is given_grad and out.transpose(1, 2).is_contiguous():
-            _plans.keep(key, q.device, again, bound, stats.shape)
-        return dq, dk, dv, dbias, drelative
-    given, grad = operands(call, tile_of), grad.contiguous()
-    dq, dk, dv = launch_attention_bwd(given, grad, stats)
+        p, lists = problem_of(call), Lists(call.layout, call.form)
+        of_rows = longest_first(p, lists.row_offsets, p.rows, p.block[0] // SIDE)
+        of_columns = longest_first(p, lists.col_offsets, p.columns, p.block[1] // SIDE, p.group)
+        return *on_hopper(call, grad, stats, of_rows, of_columns), dbias, drelative
+    given, grad, sums = operands(call, tile_of), grad.contiguous(), None
+    if relative is not None and call.with_relative:
+        sums = torch.zeros_like(relative, dtype=torch.float32)
+    dq, dk, dv = launch_attention_bwd(given, grad, stats, sums)
+    if sums is not None:
+        drelative = sums.to(q.dtype)
     if bias is not None and call.with_bias:
         dbias = launch_attention_dbias(given, bias, grad, stats)
-    if relative is not None and call.with_relative:
-        drelative = launch_attention_drelative(given, grad, stats)
     return dq, dk, dv, dbias, drelative
 
 
 _CONFIG = replace(EXAMPLE, block_n=32)
 EXAMPLES = {
+    _attention_order_kernel: {"CONFIG": EXAMPLE, "LINES": 16, "MOST": MOST, "num_warps": 8},
     _attention_stats_kernel: {"ROWS": ROWS, "BLOCK_D": 128},
     _attention_dq_kernel: {"bias_ptr": "*bf16", "CONFIG": _CONFIG, "num_stages": 1},
     _attention_dkdv_kernel: {"bias_ptr": "*bf16", "CONFIG": replace(_CONFIG, block_m=32), "num_stages": 1},

@@ -12,8 +12,8 @@ lost. With `RESET` a first walk puts the reduction's
 neutral number where there are entries, so that what was there before is left out.
 
 Rows of floats on Hopper have `_gluon.scatter_reduce`: here each entry's result crosses the second cache again, and few
-rows fit the first one. Many entries along columns are transposed for it, and so is what it makes of them; indices are
-narrowed on the way, to half of the bytes.
+rows fit the first one. A walk of columns takes longer for each entry the longer they are: many entries along columns
+are transposed, and so is the result. Indices are narrowed on the way, to half of the bytes.
 
 Along a leading dimension a line is the elements at one place in matrices that follow each other: a program owns a tile
 of one cell of the grid and walks the matrices; nothing repeats within a step. There 16-bit sums and products are kept
@@ -32,10 +32,10 @@ from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.gather import located
 from gossamer.blocksparse._triton.tensor import lost, plain
 from gossamer.blocksparse._triton.transpose import turn_blocks
+from gossamer.blocksparse.indexed import choose_path
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.lists import lost as lost_value
 from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
-from gossamer.blocksparse.scatter_path import choose_path
 
 
 @dataclass(frozen=True)

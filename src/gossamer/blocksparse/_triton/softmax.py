@@ -11,13 +11,16 @@ write. The backward pass takes BLOCK_M lines a program. Programs also fill what 
 zeros, or NaN where blocks are lost.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._triton.attention import listed, span
+from gossamer.blocksparse._triton.attention import listed
+from gossamer.blocksparse.attention_lists import span
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
 
@@ -36,34 +39,37 @@ def fill_rest(out_ptr, total, capacity, lost, HEIGHT: tl.constexpr, WIDTH: tl.co
 
 
 @triton.jit
-def taken(elements_ptr, start, i, j, part, WIDTH: tl.constexpr):
-    """`part`, without the elements that blocks leave out: lines i, columns j, words from `start` on, 0 of a whole
-    block."""
-    at = start[None, :] + i[:, None] * ((WIDTH + 31) // 32) + (j // 32)[None, :]
-    word = tl.load(elements_ptr + at, mask=part & (start > 0)[None, :], other=-1)
-    return part & ((word >> (j % 32)[None, :] & 1) != 0)
+def columns_at(lists, at, SHAPE: tl.constexpr):
+    """(column of a line's elements, column in their block, where its first line stores them, whether there are any,
+    where the words of their block begin) of the listed blocks, laid end to end."""
+    columns_ptr, elements_ptr, begin, count = lists
+    n, entry, exists = listed(columns_ptr, begin, count, at, SHAPE[1])
+    start = n * 0
+    if elements_ptr is not None:
+        start = tl.load(elements_ptr + entry, mask=exists, other=0)
+    inside = at % SHAPE[1]
+    return n, inside, entry.to(tl.int64) * (SHAPE[0] * SHAPE[1]) + inside, exists, start
 
 
 @triton.jit
-def load_scores(
-    x_ptr, mask_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
-):  # fmt: skip
-    """(scores, -inf for what takes no part, what does, where it is stored)."""
-    at = first + tl.arange(0, BLOCK_N)
-    n, entry, exists = listed(columns_ptr, begin, count, at, WIDTH)
-    place = entry.to(tl.int64)[None, :] * (HEIGHT * WIDTH) + (i[:, None] * WIDTH + (at % WIDTH)[None, :])
+def taking_part(source, elements_ptr, columns, line, i, SHAPE: tl.constexpr, MASK: tl.constexpr):
+    """(which elements of lines i take part, where they are stored)."""
+    _, mask_ptr, stride_mm, stride_mn, M, N = source
+    n, inside, base, exists, start = columns
+    WIDTH: tl.constexpr = SHAPE[1]
+    place = base[None, :] + i[:, None] * WIDTH
     part = (line < M)[:, None] & (exists & (n < N))[None, :]
     if elements_ptr is not None:
-        start = tl.load(elements_ptr + entry, mask=exists, other=0)
-        part = taken(elements_ptr, start, i, at % WIDTH, part, WIDTH)
+        word = elements_ptr + (start[None, :] + i[:, None] * ((WIDTH + 31) // 32) + (inside // 32)[None, :])
+        # A block whose words begin at 0 is whole.
+        bits = tl.load(word, mask=part & (start > 0)[None, :], other=-1)
+        part = part & ((bits >> (inside % 32)[None, :] & 1) != 0)
     if MASK == "blocks":
         part = part & (tl.load(mask_ptr + place, mask=part, other=0) != 0)
     if MASK == "dense":
         at_mask = line.to(tl.int64)[:, None] * stride_mm + n.to(tl.int64)[None, :] * stride_mn
         part = part & (tl.load(mask_ptr + at_mask, mask=part, other=0) != 0)
-    x = tl.load(x_ptr + place, mask=part, other=0.0).to(tl.float32)
-    return tl.where(part, x * scale, float("-inf")), part, place, exists
+    return part, place
 
 
 @triton.jit
@@ -77,37 +83,28 @@ def add_exactly(total, lost, x):
 
 @triton.jit
 def softmax_at_once(
-    x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, LINES: tl.constexpr, MASK: tl.constexpr,
+    source, out_ptr, lists, scale, line, i, SHAPE: tl.constexpr, STEP: tl.constexpr, LINES: tl.constexpr,
+    MASK: tl.constexpr,
 ):  # fmt: skip
-    """Lines of up to BLOCK_N elements; those of the next step are on their way while these are computed."""
+    """Lines of up to STEP elements; those that follow are on their way while these are computed."""
     BLOCK_M: tl.constexpr = i.shape[0]
+    WIDTH: tl.constexpr = SHAPE[1]
     # What is not there takes no part: plain scores have that from their load, and are scaled when they are used.
     ABSENT: tl.constexpr = float("-inf") if MASK == "plain" else 0.0
     scale *= 1.4426950408889634
     later = scale if MASK == "plain" else 1.0
-    at = tl.arange(0, BLOCK_N)
-    n, entry, exists = listed(columns_ptr, begin, count, at, WIDTH)
-    held = exists[None, :] if MASK == "plain" else (exists & (n < N))[None, :]
-    place = (entry.to(tl.int64) * (HEIGHT * WIDTH) + at % WIDTH)[None, :]
-    ahead = tl.load(x_ptr + (place + i[:, None] * WIDTH), mask=held & (line < M)[:, None], other=ABSENT)
-    if elements_ptr is not None:
-        start = tl.load(elements_ptr + entry, mask=exists, other=0)
+    M = source[4]
+    columns = columns_at(lists, tl.arange(0, STEP), SHAPE)
+    exists = columns[3]
+    place = columns[2][None, :] + i[:, None] * WIDTH
+    ahead = tl.load(source[0] + place, mask=exists[None, :] & (line < M)[:, None], other=ABSENT)
     for first in range(0, LINES, BLOCK_M):
         x = ahead.to(tl.float32)
         follows = (first + BLOCK_M < LINES) & (line + (first + BLOCK_M) < M)
-        behind = place + (i + (first + BLOCK_M))[:, None] * WIDTH
-        ahead = tl.load(x_ptr + behind, mask=held & follows[:, None], other=ABSENT)
-        to = place + (i + first)[:, None] * WIDTH
-        part = held & (line + first < M)[:, None]
-        if elements_ptr is not None:
-            part = taken(elements_ptr, start, i + first, at % WIDTH, part, WIDTH)
-        if MASK == "blocks":
-            part = part & (tl.load(mask_ptr + to, mask=part, other=0) != 0)
-        if MASK == "dense":
-            at_mask = (line + first).to(tl.int64)[:, None] * stride_mm + n.to(tl.int64)[None, :] * stride_mn
-            part = part & (tl.load(mask_ptr + at_mask, mask=part, other=0) != 0)
+        behind = source[0] + (place + (first + BLOCK_M) * WIDTH)
+        ahead = tl.load(behind, mask=exists[None, :] & follows[:, None], other=ABSENT)
         if MASK != "plain":
+            part, _ = taking_part(source, lists[1], columns, line + first, i + first, SHAPE, MASK)
             x = tl.where(part, x * scale, float("-inf"))
         most = tl.max(x, 1)
         base = tl.where(most == float("-inf"), 0.0, most) * later
@@ -118,24 +115,23 @@ def softmax_at_once(
             y = weights * tl.where(line + first < M, share, 0.0)[:, None]
         else:
             y = tl.where(part, weights * share[:, None], 0.0)
-        tl.store(out_ptr + to, y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
+        tl.store(out_ptr + (place + first * WIDTH), y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
 
 
 @triton.jit
 def softmax_in_two(
-    x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M, N,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr, MASK: tl.constexpr,
+    source, out_ptr, lists, scale, line, i, SHAPE: tl.constexpr, STEP: tl.constexpr, MASK: tl.constexpr
 ):  # fmt: skip
     """Lines of any length, walked twice."""
     BLOCK_M: tl.constexpr = i.shape[0]
+    end = lists[3] * SHAPE[1]
     most = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     lost_sum = tl.zeros([BLOCK_M], tl.float32)
-    for first in range(0, count * WIDTH, BLOCK_N):
-        x, part, _, _ = load_scores(
-            x_ptr, mask_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
-            HEIGHT, WIDTH, BLOCK_N, MASK,
-        )  # fmt: skip
+    for first in range(0, end, STEP):
+        columns = columns_at(lists, first + tl.arange(0, STEP), SHAPE)
+        part, place = taking_part(source, lists[1], columns, line, i, SHAPE, MASK)
+        x = tl.where(part, tl.load(source[0] + place, mask=part, other=0.0).to(tl.float32) * scale, float("-inf"))
         now = tl.maximum(most, tl.max(x, 1))
         # As long as there is nothing but -inf, nothing is added up, nor to be scaled.
         base = tl.where(now == float("-inf"), 0.0, now)
@@ -144,106 +140,85 @@ def softmax_in_two(
         total, lost_sum = add_exactly(total * rescale, lost_sum * rescale, tl.sum(weights, 1))
         most = now
     total += lost_sum
-    for first in range(0, count * WIDTH, BLOCK_N):
-        x, part, place, exists = load_scores(
-            x_ptr, mask_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, first, M, N,
-            HEIGHT, WIDTH, BLOCK_N, MASK,
-        )  # fmt: skip
+    for first in range(0, end, STEP):
+        columns = columns_at(lists, first + tl.arange(0, STEP), SHAPE)
+        part, place = taking_part(source, lists[1], columns, line, i, SHAPE, MASK)
+        x = tl.load(source[0] + place, mask=part, other=0.0).to(tl.float32) * scale
         y = tl.where(part, tl.exp(x - most[:, None]) / total[:, None], 0.0)
-        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=exists[None, :])
+        tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=columns[3][None, :])
 
 
 @launch.kernel(do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_fwd_kernel(
     x_ptr, mask_ptr, out_ptr, offsets_ptr, columns_ptr, elements_ptr, stride_mz, stride_mm, stride_mn, rows, last,
-    capacity, M, N, scale, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    LINES: tl.constexpr, ONCE: tl.constexpr, MASK: tl.constexpr,
+    capacity, M, N, scale, SHAPE: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, ONCE: tl.constexpr,
+    MASK: tl.constexpr,
 ):  # fmt: skip
-    """Program (block row, LINES of it)."""
-    parts: tl.constexpr = HEIGHT // LINES
+    """Program (block row, LINES of it). SHAPE is that of a block, TILE the lines and elements of a step."""
+    STEP: tl.constexpr = TILE[1]
+    parts: tl.constexpr = SHAPE[0] // LINES
     row = tl.program_id(0) // parts
-    i = tl.program_id(0) % parts * LINES + tl.arange(0, BLOCK_M)
-    line = row % rows * HEIGHT + i
+    i = tl.program_id(0) % parts * LINES + tl.arange(0, TILE[0])
+    line = row % rows * SHAPE[0] + i
     begin, count, lost = span(offsets_ptr, row, last, capacity)
     if MASK == "dense":
         mask_ptr += (row // rows).to(tl.int64) * stride_mz
-    if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
-        softmax_at_once(
-            x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M,
-            N, HEIGHT, WIDTH, BLOCK_N // 4, LINES, MASK,
-        )  # fmt: skip
-    elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
-        softmax_at_once(
-            x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M,
-            N, HEIGHT, WIDTH, BLOCK_N // 2, LINES, MASK,
-        )  # fmt: skip
-    elif ONCE or count * WIDTH <= BLOCK_N:
-        softmax_at_once(
-            x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count, line, i, M,
-            N, HEIGHT, WIDTH, BLOCK_N, LINES, MASK,
-        )  # fmt: skip
-    else:
-        for step in range(0, LINES, BLOCK_M):
-            softmax_in_two(
-                x_ptr, mask_ptr, out_ptr, columns_ptr, elements_ptr, stride_mm, stride_mn, scale, begin, count,
-                line + step, i + step, M, N, HEIGHT, WIDTH, BLOCK_N, MASK,
-            )  # fmt: skip
-    fill_rest(out_ptr, tl.load(offsets_ptr + last), capacity, lost, HEIGHT, WIDTH)
+    source = (x_ptr, mask_ptr, stride_mm, stride_mn, M, N)
+    lists = (columns_ptr, elements_ptr, begin, count)
+    size = count * SHAPE[1]
+    for part in tl.static_range(0 if STEP >= 1024 else 2, 3):
+        if (size <= STEP >> 2 - part) & ((size > STEP >> 3 - part) | (part == 0) | (STEP < 1024)):
+            softmax_at_once(source, out_ptr, lists, scale, line, i, SHAPE, STEP >> 2 - part, LINES, MASK)
+    if not ONCE:
+        if size > STEP:
+            for first in range(0, LINES, TILE[0]):
+                softmax_in_two(source, out_ptr, lists, scale, line + first, i + first, SHAPE, STEP, MASK)
+    fill_rest(out_ptr, tl.load(offsets_ptr + last), capacity, lost, SHAPE[0], SHAPE[1])
 
 
 @triton.jit
-def load_products(
-    grad_ptr, out_ptr, begin, count, i, first, HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr
-):  # fmt: skip
+def load_products(sources, begin, count, i, first, SHAPE: tl.constexpr, STEP: tl.constexpr):
     """(results, their products with the gradient, where these are stored, whether they are)."""
-    at = first + tl.arange(0, BLOCK_N)
-    exists = (at < count * WIDTH)[None, :]
-    entry = (begin + at // WIDTH).to(tl.int64)
-    place = entry[None, :] * (HEIGHT * WIDTH) + (i[:, None] * WIDTH + (at % WIDTH)[None, :])
+    grad_ptr, out_ptr = sources
+    at = first + tl.arange(0, STEP)
+    exists = (at < count * SHAPE[1])[None, :]
+    entry = (begin + at // SHAPE[1]).to(tl.int64)
+    place = entry[None, :] * (SHAPE[0] * SHAPE[1]) + (i[:, None] * SHAPE[1] + (at % SHAPE[1])[None, :])
     y = tl.load(out_ptr + place, mask=exists, other=0.0).to(tl.float32)
     grad = tl.load(grad_ptr + place, mask=exists, other=0.0).to(tl.float32)
     return y, tl.where(y == 0, 0.0, y * grad), place, exists
 
 
-@triton.jit
-def gradient_at_once(
-    grad_ptr, out_ptr, dx_ptr, scale, begin, count, i,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """Lines of up to BLOCK_N elements."""
-    y, product, place, exists = load_products(grad_ptr, out_ptr, begin, count, i, 0, HEIGHT, WIDTH, BLOCK_N)
-    dx = tl.where(y == 0, 0.0, scale * (product - y * tl.sum(product, 1)[:, None]))
-    tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
-
-
 @launch.kernel(do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_bwd_kernel(
-    grad_ptr, out_ptr, dx_ptr, offsets_ptr, last, capacity, scale,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ONCE: tl.constexpr,
+    grad_ptr, out_ptr, dx_ptr, offsets_ptr, last, capacity, scale, SHAPE: tl.constexpr, TILE: tl.constexpr,
+    ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Program (block row, BLOCK_M lines of it)."""
-    parts: tl.constexpr = HEIGHT // BLOCK_M
+    """Program (block row, lines of a step)."""
+    BLOCK_M: tl.constexpr = TILE[0]
+    STEP: tl.constexpr = TILE[1]
+    parts: tl.constexpr = SHAPE[0] // BLOCK_M
     row = tl.program_id(0) // parts
     i = tl.program_id(0) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
     begin, count, lost = span(offsets_ptr, row, last, capacity)
-    if BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 4:
-        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 4)
-    elif BLOCK_N >= 1024 and count * WIDTH <= BLOCK_N // 2:
-        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N // 2)
-    elif ONCE or count * WIDTH <= BLOCK_N:
-        gradient_at_once(grad_ptr, out_ptr, dx_ptr, scale, begin, count, i, HEIGHT, WIDTH, BLOCK_N)
-    else:
-        inner = tl.zeros([BLOCK_M], tl.float32)
-        for first in range(0, count * WIDTH, BLOCK_N):
-            _, product, _, _ = load_products(grad_ptr, out_ptr, begin, count, i, first, HEIGHT, WIDTH, BLOCK_N)
-            inner += tl.sum(product, 1)
-        for first in range(0, count * WIDTH, BLOCK_N):
-            y, product, place, exists = load_products(
-                grad_ptr, out_ptr, begin, count, i, first, HEIGHT, WIDTH, BLOCK_N
-            )  # fmt: skip
-            dx = tl.where(y == 0, 0.0, scale * (product - y * inner[:, None]))
+    sources = (grad_ptr, out_ptr)
+    size = count * SHAPE[1]
+    for part in tl.static_range(0 if STEP >= 1024 else 2, 3):
+        if (size <= STEP >> 2 - part) & ((size > STEP >> 3 - part) | (part == 0) | (STEP < 1024)):
+            y, product, place, exists = load_products(sources, begin, count, i, 0, SHAPE, STEP >> 2 - part)
+            dx = tl.where(y == 0, 0.0, scale * (product - y * tl.sum(product, 1)[:, None]))
             tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
-    fill_rest(dx_ptr, tl.load(offsets_ptr + last), capacity, lost, HEIGHT, WIDTH)
+    if not ONCE:
+        if size > STEP:
+            inner = tl.zeros([BLOCK_M], tl.float32)
+            for first in range(0, size, STEP):
+                _, product, _, _ = load_products(sources, begin, count, i, first, SHAPE, STEP)
+                inner += tl.sum(product, 1)
+            for first in range(0, size, STEP):
+                y, product, place, exists = load_products(sources, begin, count, i, first, SHAPE, STEP)
+                dx = tl.where(y == 0, 0.0, scale * (product - y * inner[:, None]))
+                tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
+    fill_rest(dx_ptr, tl.load(offsets_ptr + last), capacity, lost, SHAPE[0], SHAPE[1])
 
 
 def softmax(call: BlocksparseSoftmax) -> Tensor:
@@ -265,7 +240,7 @@ def softmax(call: BlocksparseSoftmax) -> Tensor:
     args = (values, mask, out, lists.row_offsets, lists.col_indices, elements, *strides, rows, last, capacity, m, n)
     # A mask takes registers.
     warps = warps if mask is None else min(16, 2 * warps)
-    grid = (max(last * height // meta["LINES"], 1), 1, 1)
+    grid = (last * height // meta["LINES"], 1, 1)
     _blocksparse_softmax_fwd_kernel(grid, (*args, scale), meta | {"MASK": kind}, num_warps=warps)
     return out
 
@@ -279,17 +254,18 @@ def softmax_bwd(call: BlocksparseSoftmaxBwd) -> Tensor:
         return dx.zero_()
     meta, _ = tile_of(height, width, n, capacity * width // last, last, tuning.programs(out.device), out.element_size())
     # Two operands a line, whose next ones would find no registers: half as many lines.
-    meta["BLOCK_M"] = max(1, min(height, 4096 // meta["BLOCK_N"]))
-    del meta["LINES"]
+    step = meta["TILE"][1]
+    lines = max(1, min(height, 4096 // step))
+    meta = {"SHAPE": (height, width), "TILE": (lines, step), "ONCE": meta["ONCE"]}
     args = (call.grad, out, dx, lists.row_offsets, last, capacity, call.scale)
-    grid, warps = (last * height // meta["BLOCK_M"], 1, 1), meta["BLOCK_M"] * meta["BLOCK_N"] // 1024
-    _blocksparse_softmax_bwd_kernel(grid, args, meta, num_warps=max(4, min(16, warps)))
+    grid = (last * height // lines, 1, 1)
+    _blocksparse_softmax_bwd_kernel(grid, args, meta, num_warps=max(4, min(16, lines * step // 1024)))
     return dx
 
 
 def tile_of(
     height: int, width: int, n: int, average: int, rows: int, units: int, size: int
-) -> tuple[dict[str, int | bool], int]:
+) -> tuple[dict[str, Any], int]:
     """(meta, warps) for lines of up to n elements of `size` bytes, rounded up to whole blocks, of which they have room
     for so many on average, in so many rows of blocks, on so many multiprocessors: a step of twice a power of two that
     is at most a quarter above the average, 16 KB of lines a step where the longest fits in one, and half of that where
@@ -303,13 +279,13 @@ def tile_of(
     lines = block_m
     while lines < min(height, max(8, 4 * block_m)) and rows * (height // (2 * lines)) >= 8 * units:
         lines *= 2
-    meta = {"HEIGHT": height, "WIDTH": width, "BLOCK_M": block_m, "BLOCK_N": block_n, "LINES": lines, "ONCE": once}
+    meta = {"SHAPE": (height, width), "TILE": (block_m, block_n), "LINES": lines, "ONCE": once}
     return meta, max(4, min(16, max(block_m // 2, 1) * block_n // 1024))
 
 
 SHORT = 256
 """Elements that a step has room for however short lines are."""
-_SHAPE = {"HEIGHT": 64, "WIDTH": 64, "BLOCK_M": 1, "BLOCK_N": 4096, "ONCE": False}
+_SHAPE = {"SHAPE": (64, 64), "TILE": (1, 4096), "ONCE": False}
 EXAMPLES = {
     _blocksparse_softmax_fwd_kernel: {**_SHAPE, "LINES": 8, "MASK": "blocks", "num_warps": 8},
     _blocksparse_softmax_bwd_kernel: _SHAPE,

@@ -40,7 +40,7 @@ def _blocksparse_transpose_kernel(
     tl.store(out_ptr + to, tl.trans(x))
 
 
-@launch.kernel
+@launch.kernel(specialize=("M",))
 def _blocksparse_turn_kernel(x_ptr, out_ptr, M, N, TILE: tl.constexpr):
     """Program (tile of a matrix): x is [Z, M, N]."""
     across = tl.cdiv(N, TILE)

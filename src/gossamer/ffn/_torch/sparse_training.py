@@ -35,7 +35,7 @@ def _blocks(call: Call) -> Iterator[slice]:
 
 
 def sparse_training(call: SparseTraining) -> Trained:
-    """On the CPU a tile has slots for all."""
+    """On the CPU a tile has slots for all, and no neuron is hot."""
     x, room = call.x, call.room
     (m, _), n = x.shape, call.gate_weight.shape[0]
     out, wide = x.new_empty(m, call.down_weight.shape[0]), torch.promote_types(x.dtype, torch.float32)
@@ -69,7 +69,8 @@ def sparse_training(call: SparseTraining) -> Trained:
         if up is not None:
             up_values[part] = up[rows, found]
         end = part.stop
-    return Trained(out, (l1 / max(m, 1)).to(wide), nnz, fired, values, columns, offsets, heavy, up_values)
+    hot = torch.zeros(2 + call.hot, dtype=torch.int32), x.new_zeros(1 if call.up_weight is None else 2, m, call.hot)
+    return Trained(out, (l1 / max(m, 1)).to(wide), nnz, fired, values, columns, offsets, heavy, up_values, *hot)
 
 
 def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

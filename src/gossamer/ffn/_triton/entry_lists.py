@@ -1,8 +1,9 @@
 """The active entries of a block's rows in one list, row by row, and the same entries neuron by neuron.
 
 `row_lists` brings the tiles of `linear_pack` together: row m has the entries `offsets[m]` to `offsets[m + 1]`, columns
-ascending. Rows with more entries than pay, or more than a tile has slots for, or that no longer fit the room, have no
-entries there; they are listed in ascending order instead, for dense tiles.
+ascending. Entries of hot neurons (`train_hot`) go into `[M, H]` instead. Rows with more entries than pay, or more than
+a tile has slots for, or that no longer fit the room, have no entries in either; they are listed in ascending order
+instead, for dense tiles.
 
 `column_lists` needs no sort and has no order of arrival. A word of 32 bits holds the rows of a group of 32 that have a
 neuron: the bits below a row's own say how many of its group come first, and a running sum over the groups how many
@@ -21,6 +22,8 @@ from gossamer.rowsparse.formats import column_dtype
 
 GROUP = tl.constexpr(32)
 """Rows to a word of bits."""
+RANKS = tl.constexpr(8)
+"""Entries of a tile that a program reads at once."""
 
 
 class Weights(NamedTuple):
@@ -34,10 +37,20 @@ class Weights(NamedTuple):
     down: Tensor
 
 
+class Hot(NamedTuple):
+    """Hot neurons. listed: int32 `[2 + H]`, how many slots are in use, how many neurons are hot, and those with slots;
+    slots: int32 `[N]`, a neuron's slot, or -1; values `[1 or 2, M, H]`, zeros: the gate at its entries; behind it there
+    is room for the up projection."""
+
+    listed: Tensor
+    slots: Tensor
+    values: Tensor
+
+
 class RowLists(NamedTuple):
     """values and columns `[room]`, columns of 16 bits without a sign where N <= 65,536; offsets int32 `[M + 1]`; nnz
-    int32 `[M]`, the true entries of rows; heavy int32 `[1 + M]`, how many rows are listed and which; fired int32 `[N]`,
-    entries of columns."""
+    int32 `[M]`, the entries of rows beside those of hot neurons; heavy int32 `[1 + M]`, how many rows are listed and
+    which; fired int32 `[N]`, entries of columns."""
 
     values: Tensor
     columns: Tensor
@@ -66,22 +79,47 @@ def widened(column):
         return column
 
 
+@triton.jit
+def columns_at(indices_ptr, at, counts, first, slots, tile):
+    """(which there are of the entries from `first` on in some tiles of a row, [tiles, RANKS]; their columns)"""
+    rank = first + tl.arange(0, RANKS)
+    held = rank[None, :] < counts[:, None]
+    column = tl.load(indices_ptr + at[:, None] * slots + rank[None, :], mask=held, other=0).to(tl.int32)
+    return held, column + at[:, None] * tile
+
+
+@triton.jit
+def listed_counts(indices_ptr, slot_ptr, used, at, counts, slots, tile):
+    """How many entries of a row's tiles do not belong to hot neurons."""
+    listed = counts
+    if used > 0:
+        listed = tl.zeros_like(counts)
+        for first in range(0, tl.max(counts, axis=0), RANKS):
+            held, column = columns_at(indices_ptr, at, counts, first, slots, tile)
+            slot = tl.load(slot_ptr + column, mask=held, other=0)
+            listed += tl.sum((slot < 0).to(tl.int32), axis=1)
+    return listed
+
+
 @launch.kernel
 def _ffn_row_counts_kernel(
-    counts_ptr, nnz_ptr, kept_ptr, M, tiles, slots, limit, BLOCK_M: tl.constexpr, BLOCK_T: tl.constexpr
-):
-    """Program (BLOCK_M rows): the entries of each, and the same of rows that are gathered, -1 of others."""
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
-    total = tl.zeros([BLOCK_M], tl.int32)
-    most = tl.zeros([BLOCK_M], tl.int32)
-    for first in range(0, tiles, BLOCK_T):
-        at = first + tl.arange(0, BLOCK_T)
-        mask = (rows < M)[:, None] & (at < tiles)[None, :]
-        counts = tl.load(counts_ptr + rows[:, None] * tiles + at[None, :], mask=mask, other=0).to(tl.int32)
-        total += tl.sum(counts, axis=1)
-        most = tl.maximum(most, tl.max(counts, axis=1))
-    tl.store(nnz_ptr + rows, total, mask=rows < M)
-    tl.store(kept_ptr + rows, tl.where((most > slots) | (total > limit), -1, total), mask=rows < M)
+    indices_ptr, counts_ptr, hot_ptr, slot_ptr, nnz_ptr, kept_ptr, tiles, slots, tile, limit,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Program (row): its entries beside those of hot neurons, and the same of rows that are gathered, -1 of others."""
+    row = tl.program_id(0).to(tl.int64)
+    used = tl.load(hot_ptr)
+    total = 0
+    most = 0
+    for first in range(0, tiles, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
+        most = tl.maximum(most, tl.max(counts, axis=0))
+        held = tl.minimum(counts, slots)
+        listed = listed_counts(indices_ptr + row * tiles * slots, slot_ptr, used, at, held, slots, tile)
+        total += tl.sum(counts - held + listed, axis=0)
+    tl.store(nnz_ptr + row, total)
+    tl.store(kept_ptr + row, tl.where((most > slots) | (total > limit), -1, total))
 
 
 @launch.kernel
@@ -107,27 +145,40 @@ def _ffn_row_offsets_kernel(kept_ptr, offsets_ptr, heavy_ptr, M, room, BLOCK: tl
 
 @launch.kernel
 def _ffn_row_lists_kernel(
-    values_ptr, indices_ptr, counts_ptr, offsets_ptr, out_ptr, columns_ptr, fired_ptr, tiles, slots, tile,
+    values_ptr, indices_ptr, counts_ptr, hot_ptr, slot_ptr, kept_ptr, offsets_ptr, out_ptr, columns_ptr, dense_ptr,
+    fired_ptr, tiles, slots, tile, H,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Program (row)."""
+    """Program (row). dense_ptr: [M, H], of zeros, takes the values of hot neurons."""
     row = tl.program_id(0).to(tl.int64)
     base = tl.load(offsets_ptr + row)
-    if tl.load(offsets_ptr + row + 1) > base:
+    # A row that no longer fits begins where it ends.
+    if tl.load(offsets_ptr + row + 1) - base == tl.load(kept_ptr + row):
+        used = tl.load(hot_ptr)
         values_ptr += row * tiles * slots
         indices_ptr += row * tiles * slots
-        for first in range(0, tiles, BLOCK):
-            at = first + tl.arange(0, BLOCK)
+        dense_ptr += row * H
+        for first_tile in range(0, tiles, BLOCK):
+            at = first_tile + tl.arange(0, BLOCK)
             counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
-            place = base + tl.cumsum(counts, axis=0) - counts
-            for rank in range(0, tl.max(counts, axis=0)):
-                held = rank < counts
-                column = tl.load(indices_ptr + at * slots + rank, mask=held, other=0).to(tl.int32) + at * tile
-                tl.store(columns_ptr + place + rank, column, mask=held)
-                tl.store(out_ptr + place + rank, tl.load(values_ptr + at * slots + rank, mask=held), mask=held)
+            listed = listed_counts(indices_ptr, slot_ptr, used, at, counts, slots, tile)
+            place = base + tl.cumsum(listed, axis=0) - listed
+            for first in range(0, tl.max(counts, axis=0), RANKS):
+                held, column = columns_at(indices_ptr, at, counts, first, slots, tile)
+                from_ptr = values_ptr + at[:, None] * slots + first + tl.arange(0, RANKS)[None, :]
+                value = tl.load(from_ptr, mask=held, other=0.0)
+                slot = tl.full([BLOCK, RANKS], -1, tl.int32)
+                if used > 0:
+                    slot = tl.load(slot_ptr + column, mask=held, other=-1)
+                    tl.store(dense_ptr + slot, value, mask=held & (slot >= 0))
+                kept = (held & (slot < 0)).to(tl.int32)
+                to = place[:, None] + tl.cumsum(kept, axis=1) - 1
+                tl.store(columns_ptr + to, column, mask=kept != 0)
+                tl.store(out_ptr + to, value, mask=kept != 0)
                 # Whole numbers: the sums do not depend on the order of arrival.
                 tl.atomic_add(fired_ptr + column, 1, mask=held, sem="relaxed")
-            base += tl.sum(counts, axis=0)
+                place += tl.sum(kept, axis=1)
+            base += tl.sum(listed, axis=0)
 
 
 @launch.kernel
@@ -193,7 +244,7 @@ def _ffn_column_lists_kernel(
         tl.store(hidden_ptr + place, hidden, mask=held)
 
 
-def row_lists(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: int, room: int) -> RowLists:
+def row_lists(packed: tuple[Tensor, Tensor, Tensor], hot: Hot, tile: int, n: int, limit: int, room: int) -> RowLists:
     """packed: values and indices `[M, T, slots]` and counts `[M, T]`, all M, T at least 1."""
     values, indices, counts = packed
     m, tiles, slots = values.shape
@@ -202,13 +253,13 @@ def row_lists(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: i
     nnz, kept, offsets = (torch.empty(m + extra, dtype=torch.int32, device=device) for extra in (0, 0, 1))
     fired, heavy = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, m + 1))
     out = values.new_empty(room)
-    block = min(max(launch.next_power_of_2(tiles), 16), 256)
-    args = (counts, nnz, kept, m, tiles, slots, limit)
-    _ffn_row_counts_kernel((launch.cdiv(m, 32), 1, 1), args, {"BLOCK_M": 32, "BLOCK_T": block}, num_warps=4)
+    meta = {"BLOCK": min(max(launch.next_power_of_2(tiles), 16), 64)}
+    args = (indices, counts, hot.listed, hot.slots, nnz, kept, tiles, slots, tile, limit)
+    _ffn_row_counts_kernel((m, 1, 1), args, meta, num_warps=1)
     scan = {"BLOCK": min(2048, max(256, launch.next_power_of_2(m)))}
     _ffn_row_offsets_kernel((1, 1, 1), (kept, offsets, heavy, m, room), scan, num_warps=8)
-    args = (values, indices, counts, offsets, out, columns, fired, tiles, slots, tile)
-    _ffn_row_lists_kernel((m, 1, 1), args, {"BLOCK": max(block, 32)}, num_warps=1)
+    args = (values, indices, counts, hot.listed, hot.slots, kept, offsets, out, columns, hot.values, fired)
+    _ffn_row_lists_kernel((m, 1, 1), (*args, tiles, slots, tile, hot.values.shape[2]), dict(meta), num_warps=1)
     return RowLists(out, columns, offsets, nnz, heavy, fired)
 
 
@@ -234,10 +285,14 @@ def column_lists(
 
 
 EXAMPLES = {
-    _ffn_row_counts_kernel: {"counts_ptr": "*i16", "kept_ptr": "*i32", "BLOCK_M": 32, "BLOCK_T": 32},
+    _ffn_row_counts_kernel: {
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "hot_ptr": "*i32", "slot_ptr": "*i32", "kept_ptr": "*i32",
+        "BLOCK": 32, "num_warps": 1,
+    },
     _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "BLOCK": 2048, "num_warps": 8},
     _ffn_row_lists_kernel: {
-        "indices_ptr": "*u8", "counts_ptr": "*i16", "columns_ptr": "*i16", "BLOCK": 32, "num_warps": 1,
+        "indices_ptr": "*u8", "counts_ptr": "*i16", "hot_ptr": "*i32", "slot_ptr": "*i32", "kept_ptr": "*i32",
+        "columns_ptr": "*i16", "BLOCK": 32, "num_warps": 1,
     },
     _ffn_column_bits_kernel: {"columns_ptr": "*i16", "BLOCK": 128, "num_warps": 1},
     _ffn_column_sums_kernel: {"BLOCK_G": 64, "BLOCK_N": 32},

@@ -4,16 +4,17 @@ Transformer Language Models" on lists of the active entries.
 Forward: the gate is packed as it is computed, its tiles are brought together row by row, and every row gathers the
 weights of its entries. Backward: the lists are turned around once; the gradient of W_down and those of the hidden
 activations come from one launch over neurons, those of W_gate and W_up from another, and that of x from one over rows.
-Rows with too many entries go through dense tiles, in one launch of each pass.
+Rows with too many entries go through dense tiles, in one launch of each pass. Neurons that many rows have stand in no
+list: they are columns of dense products.
 """
 
 import torch
 from torch import Tensor
 
-from gossamer._core import launch
+from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
-from gossamer.ffn._triton import heavy, train_columns, train_heavy, train_rows
-from gossamer.ffn._triton.entry_lists import RowLists, Weights, column_lists, row_lists
+from gossamer.ffn._triton import heavy, train_columns, train_heavy, train_hot, train_rows
+from gossamer.ffn._triton.entry_lists import Hot, RowLists, Weights, column_lists, row_lists
 from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
@@ -33,31 +34,33 @@ def turned(weight: Tensor) -> Tensor:
     return out
 
 
-def lists_of(x: Tensor, weights: Weights, limit: int, room: int, slots: int) -> RowLists:
+def lists_of(x: Tensor, weights: Weights, limit: int, room: int, slots: int, capacity: int) -> tuple[RowLists, Hot]:
     """The gate's active entries."""
     m, n = x.shape[0], weights.gate.shape[0]
     packed = empty_twell(x, m, n, TILE, slots)
     launch_linear_pack(x, weights.gate, weights.gate_bias, weights.threshold, TILE, packed)
-    return row_lists(packed, TILE, n, limit, room)
+    hot = train_hot.choose(packed, TILE, n, weights.up is not None, capacity)
+    return row_lists(packed, hot, TILE, n, limit, room), hot
 
 
 @together
 def sparse_training(call: SparseTraining) -> Trained:
-    """By lists of the gate's active entries, and dense tiles for rows that stand in none."""
+    """By lists of the gate's active entries, and dense tiles for rows and neurons that stand in none."""
     x, squared = call.x, call.squared
     weights = Weights(*call[1:6], turned(call.down_weight))
-    lists = lists_of(x, weights, call.limit, call.room, call.slots)
+    lists, hot = lists_of(x, weights, call.limit, call.room, call.slots, call.hot)
     out, up_values, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
     heavy.project(lists.heavy, x, (*weights, call.down_bias), out, squared, (l1, lists.fired))
+    l1 = train_hot.forward(hot, x, weights, out, l1, squared)
     kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
     up_values = x.new_empty(0) if up_values is None else up_values
-    return Trained(out, l1.mean(), lists.nnz, lists.fired, *kept, up_values)
+    return Trained(out, l1 / x.shape[0], lists.nnz, lists.fired, *kept, up_values, hot.listed, hot.values)
 
 
 @together
 def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(gradients of x, W_gate, W_up and W_down, sums [2, N])"""
-    grad, penalty, x, *_, values, columns, offsets, unlisted, up_values, squared = call
+    grad, penalty, x, *_, values, columns, offsets, unlisted, up_values, listed, hot_values, squared = call
     weights = Weights(*call[3:8], turned(call.down_weight))
     n = weights.gate.shape[0]
     share = None if penalty is None else (penalty / x.shape[0]).float()
@@ -68,14 +71,15 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
     del dots
     sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
+    beside = tuning.dependent_launch(x.device)
+    grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums, beside)
     second = None if weights.up is None else (by_row[1], weights.up)
-
-    def input_gradient(beside: bool) -> None:
-        train_rows.multiply_rows(columns, offsets, (by_row[0], weights.gate), second, None, dx, beside=beside)
-
-    grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums, input_gradient)
-    del by_neuron, by_column
+    train_rows.multiply_rows(columns, offsets, (by_row[0], weights.gate), second, None, dx, beside=beside)
+    del by_neuron, by_column, by_row, second
+    grads = (grad_down, grad_gate, grad_up)
+    train_hot.backward(listed, hot_values, x, weights, grad, share, dx, grads, sums, squared)
     train_heavy.backward(unlisted, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
+    del weights
     # A gradient that lies otherwise than its weight would be copied, element by element, when it is accumulated.
     grad_down = grad_down.t() if call.down_weight.t().is_contiguous() else turned(grad_down)
     return dx, grad_gate, x.new_empty(0) if grad_up is None else grad_up, grad_down, sums

@@ -1,142 +1,72 @@
 """A sparse block's products along columns: the gradients of weights, and those of hidden activations with them.
 
 A program owns a neuron and a slice of the width. It takes the rows of x, or of the output's gradient, that have the
-neuron, BLOCK_E at a time, and adds them up times one or two sets of values, in float32
-and in the order of the rows. Slices are the slow axis of the grid: while all neurons work on one, it is that slice of
-x that the L2 has to hold. The products of the rows with the neuron's own weight, which are the gradients of its hidden
-activations, are made of the same loads, a part to a slice.
-
-A neuron that has far more rows than others is only noted down, for a launch of larger programs with narrower slices.
+neuron, BLOCK_E at a time, and adds them up times one or two sets of values, in float32 and in the order of the rows.
+Slices are the slow axis of the grid: while all neurons work on one, it is that slice of x that the L2 has to hold. The
+products of the rows with the neuron's own weight, which are the gradients of its hidden activations, are made of the
+same loads, a part to a slice.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer.ffn._triton.entry_lists import ColumnLists
-
-LONG = tl.constexpr(64)
-"""Rows up to which a neuron is one program's work, whatever others have; and four times those of a usual one."""
 
 
 @launch.kernel
 def _ffn_train_weights_kernel(
     offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, sums_ptr,
-    long_ptr, room, N, K,
+    room, N, K,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (neuron, slice). `second_ptr` and `w_ptr` may be absent, with what belongs to them. sums_ptr, if any:
-    [2, N], the sums of both sets of values. long_ptr: how many neurons are noted down, and which. With BESIDE the
-    kernel launched next may begin while this one drains."""
+    [2, N], the sums of both sets of values. With BESIDE the kernel launched next may begin while this one drains."""
     if BESIDE:
         gdc_launch_dependents()
     column = tl.program_id(0)
     begin = tl.load(offsets_ptr + column)
     count = tl.load(offsets_ptr + column + 1) - begin
-    if (count <= LONG) | (count.to(tl.int64) * N <= 4 * tl.load(offsets_ptr + N).to(tl.int64)):
-        k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
-        at_weight = column.to(tl.int64) * K + k
-        acc = tl.zeros([BLOCK_K], tl.float32)
-        other = tl.zeros([BLOCK_K], tl.float32)
-        sums = tl.zeros([BLOCK_E], tl.float32)
-        other_sums = tl.zeros([BLOCK_E], tl.float32)
+    k = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
+    at_weight = column.to(tl.int64) * K + k
+    acc = tl.zeros([BLOCK_K], tl.float32)
+    other = tl.zeros([BLOCK_K], tl.float32)
+    sums = tl.zeros([BLOCK_E], tl.float32)
+    other_sums = tl.zeros([BLOCK_E], tl.float32)
+    if w_ptr is not None:
+        w = tl.load(w_ptr + at_weight, mask=k < K, other=0.0)
+        dots_ptr += tl.program_id(1).to(tl.int64) * room + begin
+    rows_ptr += begin
+    first_ptr += begin
+    if second_ptr is not None:
+        second_ptr += begin
+    for start in tl.range(0, count, BLOCK_E, num_stages=STAGES):
+        entry = start + tl.arange(0, BLOCK_E)
+        held = entry < count
+        row = tl.load(rows_ptr + entry, mask=held, other=0).to(tl.int64)
+        first = tl.load(first_ptr + entry, mask=held, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
+        x = x.to(tl.float32)
+        acc += tl.sum(first[:, None] * x, axis=0)
+        sums += first
+        if second_ptr is not None:
+            second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
+            other += tl.sum(second[:, None] * x, axis=0)
+            other_sums += second
         if w_ptr is not None:
-            w = tl.load(w_ptr + at_weight, mask=k < K, other=0.0)
-            dots_ptr += tl.program_id(1).to(tl.int64) * room + begin
-        rows_ptr += begin
-        first_ptr += begin
-        if second_ptr is not None:
-            second_ptr += begin
-        for start in tl.range(0, count, BLOCK_E, num_stages=STAGES):
-            entry = start + tl.arange(0, BLOCK_E)
-            held = entry < count
-            row = tl.load(rows_ptr + entry, mask=held, other=0).to(tl.int64)
-            first = tl.load(first_ptr + entry, mask=held, other=0.0).to(tl.float32)
-            x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-            x = x.to(tl.float32)
-            acc += tl.sum(first[:, None] * x, axis=0)
-            sums += first
+            tl.store(dots_ptr + entry, tl.sum(x * w.to(tl.float32)[None, :], axis=1), mask=held)
+    tl.store(grad_first_ptr + at_weight, acc, mask=k < K, cache_modifier=".cs")
+    if second_ptr is not None:
+        tl.store(grad_second_ptr + at_weight, other, mask=k < K, cache_modifier=".cs")
+    if sums_ptr is not None:
+        if tl.program_id(1) == 0:
+            tl.store(sums_ptr + column, tl.sum(sums, axis=0))
             if second_ptr is not None:
-                second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
-                other += tl.sum(second[:, None] * x, axis=0)
-                other_sums += second
-            if w_ptr is not None:
-                tl.store(dots_ptr + entry, tl.sum(x * w.to(tl.float32)[None, :], axis=1), mask=held)
-        tl.store(grad_first_ptr + at_weight, acc, mask=k < K, cache_modifier=".cs")
-        if second_ptr is not None:
-            tl.store(grad_second_ptr + at_weight, other, mask=k < K, cache_modifier=".cs")
-        if sums_ptr is not None:
-            if tl.program_id(1) == 0:
-                tl.store(sums_ptr + column, tl.sum(sums, axis=0))
-                if second_ptr is not None:
-                    tl.store(sums_ptr + N + column, tl.sum(other_sums, axis=0))
-    elif tl.program_id(1) == 0:
-        # In order of arrival, which nothing shows: each neuron is summed by itself.
-        tl.store(long_ptr + 1 + tl.atomic_add(long_ptr, 1, sem="relaxed"), column)
-
-
-@launch.kernel
-def _ffn_train_weights_long_kernel(
-    offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, sums_ptr,
-    long_ptr, room, N, K, slices,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
-    """Programs share (noted neuron, role): a slice of the weight's gradient, or a share of the entries' products."""
-    narrow = tl.cdiv(K, BLOCK_K)
-    roles = narrow if w_ptr is None else 2 * narrow
-    for item in range(tl.program_id(0), tl.load(long_ptr) * roles, tl.num_programs(0)):
-        column = tl.load(long_ptr + 1 + item // roles)
-        role = item % roles
-        begin = tl.load(offsets_ptr + column)
-        count = tl.load(offsets_ptr + column + 1) - begin
-        if role < narrow:
-            k = role * BLOCK_K + tl.arange(0, BLOCK_K)
-            acc = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
-            other = tl.zeros([BLOCK_E, BLOCK_K], tl.float32)
-            sums = tl.zeros([BLOCK_E], tl.float32)
-            other_sums = tl.zeros([BLOCK_E], tl.float32)
-            for start in range(0, count, BLOCK_E):
-                entry = begin + start + tl.arange(0, BLOCK_E)
-                held = entry < begin + count
-                row = tl.load(rows_ptr + entry, mask=held, other=0).to(tl.int64)
-                first = tl.load(first_ptr + entry, mask=held, other=0.0).to(tl.float32)
-                x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-                acc += first[:, None] * x.to(tl.float32)
-                sums += first
-                if second_ptr is not None:
-                    second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
-                    other += second[:, None] * x.to(tl.float32)
-                    other_sums += second
-            at_weight = column.to(tl.int64) * K + k
-            tl.store(grad_first_ptr + at_weight, tl.sum(acc, axis=0), mask=k < K)
-            if second_ptr is not None:
-                tl.store(grad_second_ptr + at_weight, tl.sum(other, axis=0), mask=k < K)
-            if sums_ptr is not None:
-                if role == 0:
-                    tl.store(sums_ptr + column, tl.sum(sums, axis=0))
-                    if second_ptr is not None:
-                        tl.store(sums_ptr + N + column, tl.sum(other_sums, axis=0))
-        elif w_ptr is not None:
-            for start in range((role - narrow) * BLOCK_E, count, narrow * BLOCK_E):
-                entry = begin + start + tl.arange(0, BLOCK_E)
-                held = entry < begin + count
-                row = tl.load(rows_ptr + entry, mask=held, other=0).to(tl.int64)
-                dot = tl.zeros([BLOCK_E], tl.float32)
-                for first_k in range(0, K, BLOCK_K):
-                    k = first_k + tl.arange(0, BLOCK_K)
-                    mask = held[:, None] & (k < K)[None, :]
-                    x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=mask, other=0.0).to(tl.float32)
-                    w = tl.load(w_ptr + column.to(tl.int64) * K + k, mask=k < K, other=0.0).to(tl.float32)
-                    dot += tl.sum(x * w[None, :], axis=1)
-                tl.store(dots_ptr + entry, dot, mask=held)
-                for part in range(1, slices):
-                    at = dots_ptr + tl.cast(part, tl.int64) * room + entry
-                    tl.store(at, tl.zeros([BLOCK_E], tl.float32), mask=held)
+                tl.store(sums_ptr + N + column, tl.sum(other_sums, axis=0))
 
 
 @launch.kernel
@@ -190,42 +120,26 @@ class ColumnTile(NamedTuple):
 
 DOWN = ColumnTile(4)
 GATE_UP = ColumnTile(8, registers=128)
-WIDE = {"BLOCK_E": 64, "BLOCK_K": 64}
 
 
-class _Weights(NamedTuple):
-    """The arguments that the two launches over neurons share."""
-
-    lists: ColumnLists
-    first: Tensor
-    second: Tensor | None
-    x: Tensor
-    weight: Tensor | None
-    dots: Tensor | None
-    out: tuple[Tensor, Tensor | None]
-    sums: Tensor | None
-
-    def launch(self, tile: ColumnTile, between: Callable[[bool], Any] | None = None) -> None:
-        """With `between`, that launches a kernel which reads nothing of these; what it is told is whether that may
-        begin while programs over neurons end."""
-        n, room, k = self.lists.offsets.shape[0] - 1, self.first.shape[0], self.x.shape[1]
-        size = self.x.element_size()
-        block = tile.columns(size)
-        slices = launch.cdiv(k, block)
-        most = min(n, room // LONG.value)
-        long = torch.zeros(1 + most, dtype=torch.int32, device=self.x.device)
-        args = (self.lists.offsets, self.lists.rows, self.first, self.second, self.x, self.weight, self.dots, *self.out)
-        args += (self.sums, long, room, n, k)
-        beside = between is not None and tuning.dependent_launch(self.x.device)
-        meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "BESIDE": beside}
-        warps = max(1, tile.slice // tile.width)
-        registers = tile.registers if size == 2 else None
-        _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=warps, maxnreg=registers)
-        if between is not None:
-            between(beside)
-        if most:
-            programs = min(2 * most * launch.cdiv(k, WIDE["BLOCK_K"]), 4 * tuning.programs(self.x.device))
-            _ffn_train_weights_long_kernel((programs, 1, 1), (*args, slices), dict(WIDE), num_warps=8)
+def launch_weights(
+    lists: ColumnLists,
+    values: tuple[Tensor, Tensor | None],
+    x: Tensor,
+    products: tuple[Tensor, Tensor] | None,
+    out: tuple[Tensor, Tensor | None],
+    sums: Tensor | None,
+    tile: ColumnTile,
+    beside: bool = False,
+) -> None:
+    """products: a weight `[N, K]`, and its products with rows of x. beside: whether the kernel launched next, which
+    reads nothing of these, may begin while programs end."""
+    (room,), n, k, size = values[0].shape, lists.offsets.shape[0] - 1, x.shape[1], x.element_size()
+    block = tile.columns(size)
+    args = (lists.offsets, lists.rows, *values, x, *(products or (None, None)), *out, sums, room, n, k)
+    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "BESIDE": beside}
+    options = {"num_warps": max(1, tile.slice // tile.width), "maxnreg": tile.registers if size == 2 else None}
+    _ffn_train_weights_kernel((n, launch.cdiv(k, block), 1), args, meta, **options)
 
 
 def down_gradients(
@@ -236,7 +150,7 @@ def down_gradients(
     slices = launch.cdiv(grad.shape[1], tile.columns(grad.element_size()))
     dots = torch.empty(slices, lists.hidden.shape[0], dtype=torch.float32, device=grad.device)
     out = torch.empty_like(down_weight)
-    _Weights(lists, lists.hidden, None, grad, down_weight, dots, (out, None), None).launch(tile)
+    launch_weights(lists, (lists.hidden, None), grad, (down_weight, dots), (out, None), None, tile)
     return out, dots
 
 
@@ -261,14 +175,14 @@ def gate_gradients(
     x: Tensor,
     like: Tensor,
     sums: Tensor | None = None,
-    between: Callable[[bool], Any] | None = None,
+    beside: bool = False,
     tile: ColumnTile = GATE_UP,
 ) -> tuple[Tensor, Tensor | None]:
     """Gradients of W_gate and, where there are two sets of values, of W_up, `[N, K]`; sums, float32 `[2, N]`, takes
-    those of the biases. between: as `_Weights.launch` takes it."""
+    those of the biases. beside: as `launch_weights` takes it."""
     second = by_column[1] if by_column.shape[0] > 1 else None
     out = torch.empty_like(like), None if second is None else torch.empty_like(like)
-    _Weights(lists, by_column[0], second, x, None, None, out, sums).launch(tile, between)
+    launch_weights(lists, (by_column[0], second), x, None, out, sums, tile, beside)
     return out
 
 
@@ -277,6 +191,5 @@ EXAMPLES = {
         "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 512, "STAGES": 1, "BESIDE": False, "num_warps": 1,
         "maxnreg": 128,
     },
-    _ffn_train_weights_long_kernel: {"BLOCK_E": 64, "BLOCK_K": 64, "num_warps": 8},
     _ffn_train_hidden_kernel: {"BLOCK": 512, "SLICES": 4, "SQUARED": False},
 }  # fmt: skip

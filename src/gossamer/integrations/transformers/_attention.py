@@ -400,11 +400,11 @@ class SparseSelfAttention(GatedSparseAttention):
             out = self.attend(q, k, v, index, None, lengths)
         else:
             with span("gsa/sparse_attn"):
-                out, lse = attention.sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True)
+                out, lse = attention.sparse_attention(q, k, v, selection, lengths=lengths, return_lse=True, causal=True)
             lse = lse.detach()
         if learns:
             given = (q.detach(), k.detach(), *scored_by)
-            self.loss = attention.indexer_loss(*given, selection=selection, lse=lse, lengths=lengths)
+            self.loss = attention.indexer_loss(*given, selection=selection, lse=lse, lengths=lengths, causal=True)
         return out
 
     def _through(

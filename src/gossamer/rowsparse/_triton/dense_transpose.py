@@ -8,7 +8,7 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse.records import DenseTranspose
 
 
-@launch.kernel
+@launch.kernel(specialize=("M",))
 def _dense_transpose_kernel(x_ptr, out_ptr, M, N, stride_m, BLOCK: tl.constexpr, BESIDE: tl.constexpr):
     """Program (tile), along the rows first: a tile in, its transpose out, both in lines of BLOCK elements. With BESIDE
     the kernel before it may still run; this kernel ends after that one, so that a launch that waits for this kernel

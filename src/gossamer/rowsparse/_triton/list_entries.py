@@ -19,7 +19,7 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.limit import add_bias, limits_of, load_limit, load_threshold
+from gossamer.rowsparse._triton.limit import add_bias, load_threshold
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.rowsparse.pack import MOST_ENTRIES, default_capacity
 from gossamer.rowsparse.records import PackRows
@@ -124,7 +124,7 @@ def sum_before(flags_ptr, first, piece, epoch):
 
 @triton.jit
 def piece_bits(
-    x_ptr, bias_ptr, threshold_ptr, limits_ptr, stride_t, radius, row, stride_xm, begin, M, N,
+    x_ptr, bias_ptr, threshold_ptr, stride_t, radius, row, stride_xm, begin, M, N,
     WORDS: tl.constexpr, VEC: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
@@ -148,7 +148,9 @@ def piece_bits(
             keep = x != 0
         else:
             pre = add_bias(x, bias_ptr, columns, inside)
-            most = load_limit(limits_ptr, threshold_ptr, stride_t, radius, columns, inside, WINDOW)
+            most = load_threshold(threshold_ptr, stride_t, columns, inside)
+            if WINDOW:
+                most = most - radius
             keep = ~(pre <= most) & inside
         bits |= tl.sum(keep.to(tl.int32) << (8 * c + tl.arange(0, VEC)[None, :]), axis=1)
     return bits
@@ -198,7 +200,7 @@ def clear_slots(values_ptr, indices_ptr, rows, counts, M, room, BLOCK: tl.conste
 
 @launch.kernel(do_not_specialize=["epoch"])
 def _list_entries_kernel(
-    x_ptr, bias_ptr, threshold_ptr, limits_ptr, values_ptr, indices_ptr, spans_ptr, l0_ptr, flags_ptr,
+    x_ptr, bias_ptr, threshold_ptr, values_ptr, indices_ptr, spans_ptr, l0_ptr, flags_ptr,
     epoch, stride_t, radius, stride_xm, M, N, pieces, room,
     WORDS: tl.constexpr, VEC: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr,
     WINDOW: tl.constexpr, CHAINED: tl.constexpr,
@@ -215,8 +217,8 @@ def _list_entries_kernel(
     rows = (pid // pieces).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     row = (pid // pieces).to(tl.int64) * ROWS + tl.arange(0, ROWS * WORDS) // WORDS
     bits = piece_bits(
-        x_ptr, bias_ptr, threshold_ptr, limits_ptr, stride_t, radius, row, stride_xm, begin, M, N, WORDS, VEC, PARTS,
-        ROWS, EVEN, WINDOW,
+        x_ptr, bias_ptr, threshold_ptr, stride_t, radius, row, stride_xm, begin, M, N, WORDS, VEC, PARTS, ROWS, EVEN,
+        WINDOW,
     )  # fmt: skip
     fields = spread_bytes(ones_in_bytes(bits)).reshape([ROWS, WORDS])
     by_chunk = tl.sum(fields, axis=1)
@@ -347,12 +349,11 @@ def _launch(
     sizes, pieces, warps = cut(m, n, x.element_size(), limit is not None)
     programs = launch.cdiv(m, sizes["ROWS"]) * pieces
     flags = launch.flags.get(programs, x.device) if chained or pieces > 1 else (None, 0)
-    by: tuple[Any, ...] = (None, None, None)
+    by: tuple[Any, ...] = (None, None)
     stride_t = radius = None
     if limit is not None:
         stride_t, radius = 0 if limit.threshold is None else limit.threshold.stride(0), float(limit.radius)
-        # Where rows are few their thresholds are not worth a launch.
-        by = (limit.bias, limit.threshold, limits_of(x, limit.threshold, radius) if m >= 512 else None)
+        by = (limit.bias, limit.threshold)
     args = (x, *by, *out, l0, *flags, stride_t, radius, x.stride(0), m, n, pieces, room)
     even = (n | x.stride(0)) % sizes["VEC"] == 0
     meta = {**sizes, "EVEN": even, "WINDOW": bool(radius), "CHAINED": chained}

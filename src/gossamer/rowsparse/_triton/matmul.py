@@ -23,7 +23,6 @@ from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import matmul_dense
 from gossamer.rowsparse._triton.overflow import Overflow
-from gossamer.rowsparse._triton.pack import even_length, is_even
 from gossamer.rowsparse._triton.spans import row_span
 from gossamer.rowsparse.matmul_path import choose_path, gather_tile
 from gossamer.rowsparse.records import Matmul, MatmulBwd
@@ -85,13 +84,13 @@ def gather_rows(
 def _matmul_fwd_kernel(
     values_ptr, indices_ptr, spans_ptr, w_ptr, bias_ptr, out_ptr, stride_wn, N, D, room,
     BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr,
-    LAUNCH_DEPENDENTS: tl.constexpr, ALONE: tl.constexpr, VEC: tl.constexpr, EVEN: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr, ALONE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, column slice). ALONE says that nobody computes rows that overflowed: they become NaN."""
     if LAUNCH_DEPENDENTS:
         # The kernel for overflowed rows may start as soon as every program here has: it waits for our results itself.
         gdc_launch_dependents()
-    row, stride_wn, D = tl.program_id(0), even_length(stride_wn, VEC, EVEN), even_length(D, VEC, EVEN)
+    row = tl.program_id(0)
     columns = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
     inside = columns < D
     start, count, overflowed = row_span(spans_ptr, row, tl.num_programs(0), room)
@@ -300,8 +299,6 @@ def launch_matmul(
     meta = {**tile, "PARTIAL": partial}
     meta["LAUNCH_DEPENDENTS"] = source is not None and tuning.dependent_launch(weight.device)
     meta["ALONE"] = source is None
-    meta["VEC"] = 16 // weight.element_size()
-    meta["EVEN"] = is_even(weight.stride(0) | d, weight.element_size())
     args = (values, indices, spans, weight, bias, out, weight.stride(0), n, d, room)
     gather = _matmul_fwd_kernel((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
     if source is None:
@@ -348,7 +345,7 @@ def matmul_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
 EXAMPLES = {
     _matmul_fwd_kernel: {
         "values_ptr": "*fp32", "w_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK_E": 4, "BLOCK_D": 128, "PARTIAL": 64,
-        "LAUNCH_DEPENDENTS": False, "ALONE": False, "VEC": 4, "EVEN": False, "num_warps": 1,
+        "LAUNCH_DEPENDENTS": False, "ALONE": False, "num_warps": 1,
     },
     _matmul_bwd_kernel: {
         "offsets_ptr": "*i64", "grad_values_ptr": "*fp32", "BLOCK_E": 8, "STEP": 4, "BLOCK_D": 256, "VEC": 8,

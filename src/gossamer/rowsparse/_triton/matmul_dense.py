@@ -1,7 +1,6 @@
 """The dense way of products of rows: unpack and multiply, or multiply and pick.
 
-cuBLAS multiplies a hundred times faster than rows of a weight are gathered, so where a row holds a few percent of the
-columns it is faster to compute all. Unpacked rows and products that are only picked from exist `rows_at_once` at a
+Unpacked rows and products that are only picked from exist `rows_at_once` at a
 time. The kernel picks a row's entries out of its products, and the products wanted of a row that overflowed: beside the
 product there is one launch, for a small product takes hardly longer than that.
 """
@@ -16,7 +15,7 @@ from gossamer._core.ranges import span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.spans import row_span
 from gossamer.rowsparse._triton.unpack import spread
-from gossamer.rowsparse.dense_product import dense_product, padded
+from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.matmul_path import rows_at_once
 
 
@@ -54,14 +53,15 @@ def matmul_dense(
 ) -> Tensor:
     """Operator `matmul`, in the weight's dtype."""
     n, d = weight.shape
-    m, columns = spans.shape[1], padded(n, values)
-    step = rows_at_once(m, columns, values.element_size(), values, indices, weight)
+    m = spans.shape[1]
+    step = rows_at_once(m, n, values.element_size(), values, indices, weight)
     with span("gossamer::rowsparse.matmul/dense"):
         if step >= m:
-            return dense_product(spread(values, indices, spans, source, n, columns), weight, bias, None)
+            return dense_product(spread(values, indices, spans, source, n), weight, bias, None)
         out = weight.new_empty(m, d)
         for rows, held, dense in _parts(m, step, spans, source):
-            out[rows] = dense_product(spread(values, indices, held, dense, n, columns), weight, bias, None)
+            x = spread(values, indices, held, dense, n, held.shape[1] / m)
+            out[rows] = dense_product(x, weight, bias, None)
     return out
 
 
@@ -79,7 +79,7 @@ def sampled_matmul_dense(
     meta = {"BLOCK": block, "COPY": 1024, "MASKED": masked}
     with span("gossamer::rowsparse.sampled_matmul/dense"):
         for rows, held, part in _parts(m, step, spans, source):
-            products = dense_product(x[rows], weight.t(), None, None, wide=True)
+            products = dense_product(x[rows], weight.t(), None, None)
             # Rows that do not fill the GPU are shared.
             size = held.shape[1]
             most = launch.cdiv(4 * tuning.programs(x.device), size)

@@ -23,6 +23,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
+from gossamer.rowsparse._triton.limit import load_threshold
 from gossamer.rowsparse._triton.spans import overflowed
 
 
@@ -78,48 +79,56 @@ def flagged_product(
 
 @launch.kernel
 def _overflow_fwd_kernel(
-    x_ptr, w_ptr, bias_ptr, out_ptr, spans_ptr, partial_ptr, arrived_ptr, room, stride_xm, stride_wn, M, N, D,
+    x_ptr, w_ptr, bias_ptr, out_ptr, spans_ptr, threshold_ptr, partial_ptr, arrived_ptr, room, stride_xm, stride_wn,
+    stride_wd, M, N, D,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, SPLITS: tl.constexpr,
-    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GDC_WAIT: tl.constexpr,
+    PARTIAL: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, ACTIVATE: tl.constexpr,
+    GDC_WAIT: tl.constexpr,
 ):  # fmt: skip
-    """Program (row block, column tile, split), split fastest: rows whose spans end beyond `room`."""
+    """Program (row block and split, split fastest; share of the column tiles): rows whose spans end beyond `room`.
+    ACTIVATE sets results up to max(threshold, 0) to 0."""
     if GDC_WAIT:
         # Launched while the counting kernel still runs; up to here nothing depends on it.
         gdc_wait()
-    tile = tl.program_id(0) // SPLITS
-    split = tl.program_id(0) % SPLITS
-    tiles_d = tl.cdiv(D, BLOCK_D)
-    tile_d = tile % tiles_d
-    rows = (tile // tiles_d) * BLOCK_M + tl.arange(0, BLOCK_M)
+    block, split = tl.program_id(0) // SPLITS, tl.program_id(0) % SPLITS
+    rows = block * BLOCK_M + tl.arange(0, BLOCK_M)
     flagged = overflowed(spans_ptr, rows, M, room)
     if tl.max(flagged.to(tl.int32), axis=0) > 0:
-        columns = tile_d * BLOCK_D + tl.arange(0, BLOCK_D)
-        inside = columns < D
+        tiles = tl.cdiv(D, BLOCK_D)
         length = tl.cdiv(tl.cdiv(N, SPLITS), BLOCK_N) * BLOCK_N
         end = tl.minimum(split * length + length, N)
         x_rows = x_ptr + rows.to(tl.int64)[:, None] * stride_xm
-        acc = flagged_product(
-            x_rows, w_ptr + columns[None, :], stride_wn, split * length, end, flagged, inside,
-            BLOCK_M, BLOCK_N, BLOCK_D, PARTIAL, PRECISION, UPCAST,
-        )  # fmt: skip
-        out_ptrs = out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
-        mask = flagged[:, None] & inside[None, :]
-        if SPLITS > 1:
-            part = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
-            partial_ptr += tile.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_D
-            tl.store(partial_ptr + split * BLOCK_M * BLOCK_D + part, acc)
-            tl.debug_barrier()
-            last = tl.atomic_add(arrived_ptr + tile, 1, sem="acq_rel") == SPLITS - 1
-            if last:
+        for tile in range(tl.program_id(1), tiles, tl.num_programs(1)):
+            columns = tile * BLOCK_D + tl.arange(0, BLOCK_D)
+            inside = columns < D
+            w_columns = w_ptr + columns.to(tl.int64)[None, :] * stride_wd
+            acc = flagged_product(
+                x_rows, w_columns, stride_wn, split * length, end, flagged, inside,
+                BLOCK_M, BLOCK_N, BLOCK_D, PARTIAL, PRECISION, UPCAST,
+            )  # fmt: skip
+            mask = flagged[:, None] & inside[None, :]
+            if SPLITS > 1:
+                part = tl.arange(0, BLOCK_M)[:, None] * BLOCK_D + tl.arange(0, BLOCK_D)[None, :]
+                place = block * tiles + tile
+                parts_ptr = partial_ptr + place.to(tl.int64) * SPLITS * BLOCK_M * BLOCK_D
+                tl.store(parts_ptr + split * BLOCK_M * BLOCK_D + part, acc)
                 tl.debug_barrier()
-                acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-                for s in range(SPLITS):
-                    acc += tl.load(partial_ptr + s * BLOCK_M * BLOCK_D + part, cache_modifier=".cg")
-                tl.store(arrived_ptr + tile, 0)
-            mask = mask & last
-        if bias_ptr is not None:
-            acc += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
-        tl.store(out_ptrs, acc, mask=mask)
+                last = tl.atomic_add(arrived_ptr + place, 1, sem="acq_rel") == SPLITS - 1
+                if last:
+                    tl.debug_barrier()
+                    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+                    for s in range(SPLITS):
+                        acc += tl.load(parts_ptr + s * BLOCK_M * BLOCK_D + part, cache_modifier=".cg")
+                    tl.store(arrived_ptr + place, 0)
+                mask = mask & last
+            if bias_ptr is not None:
+                acc += tl.load(bias_ptr + columns, mask=inside, other=0.0).to(tl.float32)[None, :]
+            out = acc.to(out_ptr.dtype.element_ty)
+            if ACTIVATE:
+                # Compared as it is stored.
+                threshold = tl.zeros([BLOCK_D], tl.float32) + load_threshold(threshold_ptr, 1, columns, inside)
+                out = tl.where(out.to(tl.float32) <= threshold[None, :], 0.0, out)
+            tl.store(out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :], out, mask=mask)
 
 
 @launch.kernel
@@ -225,8 +234,11 @@ def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
     return launch.Tile(sizes, 8 if wide else 4, 3)
 
 
-def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) -> launch.Bound | None:
-    """Writes source @ weight + bias into the rows of `out` that overflowed.
+def forward(
+    rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor, limit: tuple[Tensor | None] | None = None
+) -> launch.Bound | None:
+    """Writes source @ weight + bias into the rows of `out` that overflowed; with a `limit`, a threshold `[D]` or None,
+    0 where that is up to max(threshold, 0).
 
     Returns the launch, bound to all but (source, weight, bias, out, spans).
     """
@@ -236,16 +248,21 @@ def forward(rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     tile = fwd_tile(m, n, d, weight)
     sizes = tile.sizes
     follows = tuning.dependent_launch(weight.device)
-    summed = 2 * sizes["BLOCK_N"] if out.dtype is torch.float32 and not tuning.tf32() else 0
-    meta = {**sizes, "PARTIAL": summed, **tuning.dot_precision(weight, n), "GDC_WAIT": follows}
-    tiles, splits = launch.cdiv(d, sizes["BLOCK_D"]) * launch.cdiv(m, sizes["BLOCK_M"]), sizes["SPLITS"]
+    summed = SUMMED if out.dtype is torch.float32 and not tuning.tf32() else 0
+    meta = {**sizes, "PARTIAL": summed, **tuning.dot_precision(weight, n)}
+    meta |= {"ACTIVATE": limit is not None, "GDC_WAIT": follows}
+    tiles, blocks, splits = launch.cdiv(d, sizes["BLOCK_D"]), launch.cdiv(m, sizes["BLOCK_M"]), sizes["SPLITS"]
     partial = arrived = None
     if splits > 1:
-        partial = launch.scratch.get(tiles * splits * sizes["BLOCK_M"] * sizes["BLOCK_D"], weight.device)
-        arrived = launch.counters.get(tiles, weight.device)
-    args = (source, weight, bias, out, rows.spans, partial, arrived, rows.room)
-    args += (source.stride(0), weight.stride(0), m, n, d)
-    grid = (tiles * splits, 1, 1)
+        partial = launch.scratch.get(tiles * blocks * splits * sizes["BLOCK_M"] * sizes["BLOCK_D"], weight.device)
+        arrived = launch.counters.get(tiles * blocks, weight.device)
+    args = (source, weight, bias, out, rows.spans, limit and limit[0], partial, arrived, rows.room)
+    args += (source.stride(0), *weight.stride(), m, n, d)
+    shares = tiles
+    if limit is not None:
+        # A layer has many tiles: no more programs than fill the GPU a few times look for rows in vain.
+        shares = min(tiles, max(launch.cdiv(4 * tuning.programs(weight.device), blocks), 16))
+    grid = (blocks * splits, min(shares, 65535), 1)
     return _overflow_fwd_kernel(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
 
 
@@ -295,7 +312,7 @@ def backward_weight(rows: Overflow, mask: Tensor | None, grad: Tensor, out: Tens
 EXAMPLES = {
     _overflow_fwd_kernel: {
         "bias_ptr": None, "BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 128, "SPLITS": 1, "PARTIAL": 0, "PRECISION": "ieee",
-        "UPCAST": False, "GDC_WAIT": False, "num_warps": 8,
+        "UPCAST": False, "ACTIVATE": True, "GDC_WAIT": False, "num_warps": 8,
     },
     _overflow_rows_kernel: {"BLOCK": 4096, "num_warps": 8},
     _overflow_bwd_source_kernel: {

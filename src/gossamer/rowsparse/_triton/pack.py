@@ -7,12 +7,8 @@ from typing import Any
 
 import triton
 import triton.language as tl
-from torch import Tensor
 
 from gossamer._core import launch
-
-INTERPRET = tl.constexpr(launch.INTERPRET)
-COUNT = tl.constexpr((1 << 31) - 1)
 
 
 @triton.jit
@@ -29,52 +25,9 @@ def load_chunk(x_ptr, start, N, BLOCK: tl.constexpr, VEC: tl.constexpr):
 
 
 @triton.jit
-def row_start(offset, N, VEC: tl.constexpr, SHIFTED: tl.constexpr):
-    """(where a row's walk starts, how many numbers of the row before it has first, and its end). With SHIFTED it starts
-    on 16 bytes, wherever the row does (1), or where every row does (2), which the compiler is told so: a thread loads
-    its word at once, or would its numbers one by one."""
-    if SHIFTED == 2:
-        return offset // VEC * VEC, 0, N // VEC * VEC
-    elif SHIFTED:
-        first = offset // VEC * VEC
-        lead = (offset - first).to(tl.int32)
-        return first, lead, N + lead
-    else:
-        return offset, 0, N
-
-
-@triton.jit
-def load_row_chunk(x_ptr, start, lead, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr):
-    """Words of one row, whose numbers are those from `lead` on and before N; others are 0."""
-    if SHIFTED == 1:
-        columns = chunk_columns(start, BLOCK, VEC)
-        # 16 bytes that hold a number of the row lie in memory of the tensor's, all of them.
-        words = (start + tl.arange(0, BLOCK // VEC) * VEC < N)[:, None]
-        x = tl.load(x_ptr + columns, mask=columns < N if INTERPRET else words, other=0.0)
-        return tl.where((columns >= lead) & (columns < N), x, 0.0)
-    else:
-        return load_chunk(x_ptr, start, N, BLOCK, VEC)
-
-
-@triton.jit
-def even_length(N, VEC: tl.constexpr, EVEN: tl.constexpr):
-    """N, of which the compiler knows with EVEN that words fill it, so that rows of it begin on 16 bytes."""
-    if EVEN:
-        return N // VEC * VEC
-    else:
-        return N
-
-
-@triton.jit
 def word_bits(keep, VEC: tl.constexpr):
     """Bit v of word g is keep[g, v]."""
     return tl.sum(keep.to(tl.int32) << tl.arange(0, VEC)[None, :], axis=1)
-
-
-@triton.jit
-def nonzero_bits(x, VEC: tl.constexpr):
-    """Bit v of word g says whether x[g, v] differs from 0; NaN does."""
-    return word_bits(x != 0, VEC)
 
 
 @triton.jit
@@ -119,29 +72,6 @@ def append_entries(
 
 
 @triton.jit
-def publish(flag_ptr, epoch, count):
-    """Tells the programs after this one its count. An atomic, because a plain store could sit in a write buffer while
-    they wait."""
-    tl.atomic_xchg(flag_ptr, (epoch.to(tl.int64) << 32) | count, sem="relaxed")
-
-
-@triton.jit
-def wait_and_sum(flags_ptr, count, ready, FLAGS: tl.constexpr):
-    """Waits until each of the first `count` words, without its count, is `ready`; sums the counts.
-
-    Equality, not order: launches of several host threads may reach the stream in another order than their epochs.
-    """
-    total = 0
-    for first in range(0, count, FLAGS):
-        chunk = first + tl.arange(0, FLAGS)
-        words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
-        while tl.sum(((words >= 0) & ((words >> 31) != ready)).to(tl.int32)) > 0:
-            words = tl.load(flags_ptr + chunk, mask=chunk < count, other=-1, volatile=True)
-        total += tl.sum(tl.where(chunk < count, words & COUNT, 0).to(tl.int32))
-    return total
-
-
-@triton.jit
 def clear_slots(values_ptr, indices_ptr, first, capacity, step, BLOCK: tl.constexpr):
     """Marks BLOCK slots from `first` on, and again every `step` slots up to capacity, as holding no entry."""
     for slot in range(first, capacity, step):
@@ -155,24 +85,3 @@ def scan_tile(n: int, element_size: int, groups: int = 256) -> dict[str, Any]:
     least. A program is one warp: nothing waits for another."""
     vector = 16 // element_size
     return {"BLOCK": vector * max(32, min(groups, launch.next_power_of_2(n) // vector)), "VEC": vector}
-
-
-def is_even(n: int, element_size: int) -> bool:
-    """EVEN of `even_length`: where the compiler does not see it from n being a multiple of 16."""
-    return n % 16 != 0 and n * element_size % 16 == 0
-
-
-def row_tile(x: Tensor, groups: int = 256) -> dict[str, Any]:
-    """`scan_tile` of the rows of x, and SHIFTED where they lie otherwise than the compiler knows how to load.
-
-    Of a size it knows that it is a multiple of 16, or nothing: 5,137 rows of 5,896 16-bit numbers, all of which begin
-    on 16 bytes, took an H200 372 us, a number at a time."""
-    sizes = scan_tile(x.shape[1], x.element_size(), groups)
-    lies = x.stride(0) | x.shape[1]
-    return {**sizes, "SHIFTED": 0 if lies % 16 == 0 or x.data_ptr() % 16 else 1 if lies % sizes["VEC"] else 2}
-
-
-def split(n: int, sizes: dict[str, Any]) -> tuple[int, dict[str, Any]]:
-    """(chunks per row, the sizes with the width in which flags are read)."""
-    chunks = launch.cdiv(n + (sizes["VEC"] - 1 if sizes.get("SHIFTED") == 1 else 0), sizes["BLOCK"])
-    return chunks, {**sizes, "FLAGS": min(launch.next_power_of_2(chunks), 128)}

@@ -34,24 +34,24 @@ def store_sums(values_ptr, indices_ptr, count, out_ptr, begin, end, BLOCK: tl.co
 
 @launch.kernel
 def _unpack_kernel(
-    values_ptr, indices_ptr, spans_ptr, source_ptr, out_ptr, stride_sm, columns, N, room,
+    values_ptr, indices_ptr, spans_ptr, source_ptr, out_ptr, stride_sm, N, room,
     BLOCK: tl.constexpr, FILL: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, share of its columns). Elements beyond column N are 0."""
+    """Program (row, share of its columns)."""
     row = tl.program_id(0)
     start, count, overflowed = row_span(spans_ptr, row, tl.num_programs(0), room)
-    out_ptr += row.to(tl.int64) * columns
-    width = tl.cdiv(tl.cdiv(columns, FILL), tl.num_programs(1)) * FILL
+    out_ptr += row.to(tl.int64) * N
+    width = tl.cdiv(tl.cdiv(N, FILL), tl.num_programs(1)) * FILL
     begin = tl.program_id(1) * width
-    end = tl.minimum(begin + width, columns)
+    end = tl.minimum(begin + width, N)
     if overflowed:
         for first in range(begin, end, FILL):
             at = first + tl.arange(0, FILL)
             if source_ptr is not None:
-                x = tl.load(source_ptr + row.to(tl.int64) * stride_sm + at, mask=at < N, other=0.0)
+                x = tl.load(source_ptr + row.to(tl.int64) * stride_sm + at, mask=at < end, other=0.0)
             else:
                 # A row that nothing restores must not pass for zeros.
-                x = tl.where(at < N, float("nan"), 0.0)
+                x = tl.full([FILL], float("nan"), tl.float32)
             tl.store(out_ptr + at, x, mask=at < end)
     else:
         for first in range(begin, end, FILL):
@@ -61,7 +61,6 @@ def _unpack_kernel(
         tl.debug_barrier()
         values_ptr += start
         indices_ptr += start
-        end = tl.minimum(end, N)
         unordered = tl.zeros([BLOCK], tl.int32)
         lost = tl.zeros([BLOCK], tl.int32)
         for at in range(0, count, BLOCK):
@@ -92,24 +91,20 @@ def unpack(call: Unpack) -> Tensor:
     return spread(*call)
 
 
-def spread(
-    values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int, columns: int | None = None
-) -> Tensor:
-    """Rows of n columns, among zeros up to `columns`."""
-    columns = n if columns is None else columns
+def spread(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int, part: float = 1.0) -> Tensor:
+    """Rows of n columns. `part`: which part these rows are of those that share the buffers."""
     m, room = spans.shape[1], indices.shape[0]
+    out = torch.empty(m, n, dtype=values.dtype, device=values.device)
     if m and n:
-        out = torch.empty(m, columns, dtype=values.dtype, device=values.device)
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
-        args = (values, indices, spans, source, out, stride, columns, n, room)
-        block = min(1024, max(32, launch.next_power_of_2(room // m)))
+        args = (values, indices, spans, source, out, stride, n, room)
+        block = min(1024, max(32, launch.next_power_of_2(int(part * room) // m)))
         meta = {"BLOCK": block, "FILL": FILL}
         # Every share reads all of the row's indices: no more programs than fill the GPU.
-        shares = max(1, min(launch.cdiv(columns, FILL), launch.cdiv(4 * tuning.programs(out.device), m)))
+        shares = max(1, min(launch.cdiv(n, FILL), launch.cdiv(4 * tuning.programs(out.device), m)))
         _unpack_kernel((m, shares, 1), args, meta, num_warps=max(1, block // 128))
-        return out
-    return torch.zeros(m, columns, dtype=values.dtype, device=values.device)
+    return out
 
 
 EXAMPLES = {

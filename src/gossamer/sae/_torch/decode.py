@@ -24,16 +24,8 @@ def decode(call: SaeDecode) -> Tensor:
 def decode_lists(call: SaeDecodeLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`decode`, and (values, indices, spans) of its lists."""
     acts, weight, bias, capacity, out_dtype = call
-    looks = _look_dense(acts, capacity)
-    lists, dense = _split(acts, looks, capacity)
-    out = _product(lists, dense, acts, weight, bias, out_dtype)
-    counts = (acts if bool(looks.all()) else acts[looks]).count_nonzero(1)
-    if bool((counts <= capacity).any()):
-        # The sample misled about a row: its product is right, but it must have a list as well.
-        return out, *buffers_of(*entries(acts), capacity)
-    values, indices, spans = buffers_of(*lists, capacity)
-    spans[0, looks], spans[1, looks] = values.shape[0], counts
-    return out, values, indices, spans
+    lists, dense = _split(acts, torch.zeros(acts.shape[0], dtype=torch.bool), capacity)
+    return _product(lists, dense, acts, weight, bias, out_dtype), *buffers_of(*lists, capacity)
 
 
 def _look_dense(acts: Tensor, capacity: int) -> Tensor:

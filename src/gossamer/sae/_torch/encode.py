@@ -1,17 +1,13 @@
 """Encoding for sparse autoencoders on the CPU."""
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from gossamer.rowsparse._torch.pack import (
     buffers_of,
-    count,
-    keep_,
     nonzero_positions,
     overflowed_rows,
     row_offsets_of,
-    set_sign_,
 )
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
@@ -59,12 +55,6 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         # A threshold below 0 keeps the elements that 0 keeps, because values are at least 0.
         limit = l0.new_zeros(1) if threshold is None else threshold.clamp(min=0)
         kept = ~(pre <= limit - bandwidth / 2)
-        if (
-            keep_source
-            and 2 * np.count_nonzero(kept.numpy()) > m * capacity  # type: ignore[operator]
-            and bool((count(kept, 1) > capacity).any())  # type: ignore[operator]
-        ):
-            return _overflowing(pre, kept, limit, bandwidth, capacity)  # type: ignore[arg-type]
         positions = nonzero_positions(kept)
         values = pre.view(-1)[positions]
         if bandwidth:
@@ -91,29 +81,6 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             source.view(-1)[positions[held]] = torch.where(values[held] == 0, -0.0, values[held])
     slots = k if activation == "topk" else capacity
     return *buffers_of(row_offsets, positions % n, values, slots), source, l0
-
-
-def _overflowing(
-    pre: Tensor, kept: Tensor, limit: Tensor, bandwidth: float, capacity: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Operator `sae_encode` where so many are kept that rows overflow: those are masked, not listed. Changes both."""
-    (m, n), counts = pre.shape, count(kept, 1)
-    silent = pre <= limit
-    l0 = n - count(silent, 1)
-    keep_(pre, ~silent)
-    if bandwidth:
-        set_sign_(pre, silent.logical_and_(kept))
-    flagged, width = counts > capacity, capacity
-    while width < n and bool((count(kept[:, :width], 1)[flagged] < capacity).any()):
-        width *= 2
-    # Slots hold the first entries of a row, and nobody looks at those behind them.
-    kept[:, width:].masked_fill_(flagged[:, None], False)
-    positions = nonzero_positions(kept)
-    # Not -0.0, which is for the source.
-    values = pre.view(-1)[positions] + 0.0
-    values, indices, spans = buffers_of(row_offsets_of(positions, m, n), positions % n, values, capacity)
-    spans[0, flagged], spans[1] = m * capacity, counts
-    return values, indices, spans, pre, l0.to(threshold_dtype(pre.dtype))
 
 
 def order_keys_(x: Tensor) -> Tensor:

@@ -18,10 +18,9 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.limit import add_bias
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
 from gossamer.rowsparse.formats import empty_slots
-from gossamer.sae._triton.select import SHIFT, emit_largest, load_pre, rank_key, ranked, settle_ties
+from gossamer.sae._triton.select import SHIFT, emit_largest, list_largest, load_pre, rank_key, ranked
 
 BOUND, LISTED, KTH, NEED = (tl.constexpr(word) for word in range(4))
 """Words that the launches tell each other: the bound, how many numbers reach it, the k-th largest key of the batch,
@@ -329,52 +328,6 @@ def _share_ties_kernel(
         begin += tl.sum(kept, axis=0)
 
 
-@triton.jit
-def append_active(
-    bits, counts, z_ptr, bias_ptr, values_ptr, indices_ptr, base, limit, start, N,
-    BLOCK: tl.constexpr, VEC: tl.constexpr,
-):  # fmt: skip
-    """As `pack.append_entries`, writing activations."""
-    slot = base + tl.cumsum(counts, axis=0) - counts
-    while tl.max(bits, axis=0) > 0:
-        column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
-        mask = held & (slot < limit)
-        value = add_bias(tl.load(z_ptr + column, mask=mask, other=0.0), bias_ptr, column, column < N)
-        tl.store(values_ptr + slot, value, mask=mask)
-        tl.store(indices_ptr + slot, column, mask=mask)
-        slot += held.to(tl.int32)
-
-
-@triton.jit
-def append_largest(
-    z_ptr, bias_ptr, scale_ptr, kth, need, values_ptr, indices_ptr, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
-):  # fmt: skip
-    """Writes the entries of a row, read from z, to as many slots as there are; how many there are."""
-    base = 0
-    seen = 0
-    z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
-    for start in range(0, N, BLOCK):
-        columns = chunk_columns(start, BLOCK, VEC)
-        following = load_pre(z_ptr, columns + BLOCK, N)
-        key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
-        bits = word_bits(key >= kth, VEC)
-        counts = count_bits(bits)
-        count = tl.sum(counts, axis=0)
-        if count > 0:
-            ties, seen = settle_ties(word_bits(key == kth, VEC), need, seen, VEC)
-            bits = word_bits(key > kth, VEC) | ties
-            counts = count_bits(bits)
-            count = tl.sum(counts, axis=0)
-            if base < capacity:
-                append_active(
-                    bits, counts, z_ptr, bias_ptr, values_ptr, indices_ptr, base, capacity, start, N, BLOCK, VEC
-                )  # fmt: skip
-        base += count
-        z = following
-    return base
-
-
 @launch.kernel
 def _emit_row_kernel(
     z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, reach_ptr, kth_ptr, need_ptr, values_ptr, indices_ptr, spans_ptr,
@@ -395,9 +348,10 @@ def _emit_row_kernel(
             values_ptr + begin, indices_ptr + begin, N, room, LIST, SHIFT,
         )  # fmt: skip
     else:
-        append_largest(
-            z_ptr, bias_ptr, scale_ptr, kth, need, values_ptr + begin, indices_ptr + begin, N, room, BLOCK, VEC, SHIFT
-        )
+        list_largest(
+            z_ptr, bias_ptr, scale_ptr, kth, need, values_ptr + begin, indices_ptr + begin, N, room, BLOCK, VEC, SHIFT,
+            False,
+        )  # fmt: skip
     tl.store(l0_ptr + row, room)
 
 

@@ -19,7 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.list_entries import list_slots
+from gossamer.rowsparse._triton.list_entries import list_slots, publish, sum_before
 from gossamer.rowsparse._triton.matmul import matmul
 from gossamer.rowsparse.matmul_path import gather_tile
 from gossamer.rowsparse.records import Matmul
@@ -38,27 +38,28 @@ def wait_for(ptr, epoch):
 
 @triton.jit
 def scan(
-    x_ptr, slots_ptr, counts_ptr, count_ptr, epoch, chunk, chunks, lead, N, capacity,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, FLAGS: tl.constexpr, SHIFTED: tl.constexpr,
+    x_ptr, slots_ptr, counts_ptr, count_ptr, epoch, chunk, chunks, N, capacity,
+    BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row into the row's slots; all pointers are the row's. Its last count is that of the row."""
     start = chunk * BLOCK
-    bits = pack.nonzero_bits(pack.load_row_chunk(x_ptr, start, lead, N, BLOCK, VEC, SHIFTED), VEC)
+    bits = pack.word_bits(pack.load_chunk(x_ptr, start, N, BLOCK, VEC) != 0, VEC)
     counts = pack.count_bits(bits)
     count = tl.sum(counts, axis=0)
     tag = epoch.to(tl.int64) << 32
-    pack.publish(counts_ptr + chunk, epoch, count)
+    publish(counts_ptr + chunk, epoch, count.to(tl.int64))
     if (count > 0) | (chunk == chunks - 1):
-        base = pack.wait_and_sum(counts_ptr, chunk, epoch.to(tl.int64) << 1, FLAGS)
+        base = sum_before(counts_ptr, 0, chunk, epoch).to(tl.int32)
         if chunk == chunks - 1:
-            pack.publish(counts_ptr + chunks, epoch, base + count)
+            publish(counts_ptr + chunks, epoch, (base + count).to(tl.int64))
             tl.store(count_ptr, (base + count).to(tl.int64))
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts
             while tl.max(bits, axis=0) > 0:
                 column, held, bits = pack.pop_lowest(bits, start, BLOCK, VEC)
-                word = tag | (column - lead).to(tl.int64)
-                tl.atomic_xchg(slots_ptr + slot, word, mask=held & (slot < capacity), sem="relaxed")
+                tl.atomic_xchg(
+                    slots_ptr + slot, tag | column.to(tl.int64), mask=held & (slot < capacity), sem="relaxed"
+                )
                 slot += held.to(tl.int32)
 
 
@@ -89,8 +90,8 @@ def gather_slots(
 @launch.kernel(do_not_specialize=["epoch"])
 def _decode_fwd_kernel(
     x_ptr, w_ptr, bias_ptr, out_ptr, spans_ptr, words_ptr, epoch, stride_xm, stride_wn, M, N, D, capacity, chunks,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFTED: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr,
-    FLAGS: tl.constexpr, PARTIAL: tl.constexpr, LAUNCH_DEPENDENTS: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, PARTIAL: tl.constexpr,
+    LAUNCH_DEPENDENTS: tl.constexpr,
 ):  # fmt: skip
     """Programs (row, chunk) that scan, then programs (row, slice) that gather. A row has `capacity` words of slots and
     chunks + 1 of counts. Its span is its count in buffers of `capacity` slots, from slot 0 on, which `overflow` reads.
@@ -102,15 +103,14 @@ def _decode_fwd_kernel(
     row = (pid // chunks if pid < scanning else (pid - scanning) // slices).to(tl.int64)
     slots_ptr = words_ptr + row * (capacity + chunks + 1)
     counts_ptr = slots_ptr + capacity
+    x_ptr += row * stride_xm
     if pid < scanning:
-        begin, lead, end = pack.row_start(row * stride_xm, N, VEC, SHIFTED)
         scan(
-            x_ptr + begin, slots_ptr, counts_ptr, spans_ptr + M + row, epoch, pid % chunks, chunks, lead, end, capacity,
-            BLOCK, VEC, FLAGS, SHIFTED,
+            x_ptr, slots_ptr, counts_ptr, spans_ptr + M + row, epoch, pid % chunks, chunks, N, capacity,
+            BLOCK, VEC,
         )  # fmt: skip
         tl.store(spans_ptr + row, tl.zeros([], tl.int64))
     else:
-        x_ptr += row * stride_xm
         columns = ((pid - scanning) % slices) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
         count = wait_for(counts_ptr + chunks, epoch)
@@ -142,7 +142,8 @@ def _one_launch(
     """(the launches, and the needs of a plan that repeats them: room for the spans of rows, and how many flags)"""
     (m, n), d = acts.shape, weight.shape[1]
     size = weight.element_size()
-    chunks, meta = pack.split(n, pack.row_tile(acts, groups=256 if n <= 65536 else 512))
+    meta = pack.scan_tile(n, size, groups=256 if n <= 65536 else 512)
+    chunks = launch.cdiv(n, meta["BLOCK"])
     meta |= gather_tile(m, d, size)
     meta["PARTIAL"] = 64 * meta["BLOCK_E"] if out.dtype is torch.float32 and capacity > 256 * meta["BLOCK_E"] else 0
     overflows = capacity < n
@@ -206,8 +207,7 @@ def decode(call: SaeDecode) -> Tensor:
 
 EXAMPLES = {
     _decode_fwd_kernel: {
-        "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4, "SHIFTED": 1,
-        "BLOCK_E": 32, "BLOCK_D": 32, "FLAGS": 64, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False,
-        "num_warps": 1,
+        "x_ptr": "*fp32", "w_ptr": "*fp32", "bias_ptr": None, "out_ptr": "*fp32", "BLOCK": 1024, "VEC": 4,
+        "BLOCK_E": 32, "BLOCK_D": 32, "PARTIAL": 0, "LAUNCH_DEPENDENTS": False, "num_warps": 1,
     },
 }  # fmt: skip

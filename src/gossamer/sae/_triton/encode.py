@@ -16,13 +16,12 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.rowsparse._triton.limit import add_bias, load_threshold
 from gossamer.rowsparse._triton.list_entries import Limit, list_all, list_slots
-from gossamer.rowsparse._triton.pack import chunk_columns, even_length, is_even, scan_tile
+from gossamer.rowsparse._triton.pack import chunk_columns, scan_tile
 from gossamer.rowsparse._triton.spans import row_span
-from gossamer.rowsparse.dense_product import copies_pay, padded, padded_product
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.select import load_pre
-from gossamer.sae.encode_path import Path, choose_path, copies_weight, named, row_stride
+from gossamer.sae.encode_path import Path, choose_path, named, row_stride
 from gossamer.sae.records import SaeEncode
 
 GROUPS = 128
@@ -63,10 +62,10 @@ def activate_row(
 @launch.kernel
 def _activate_rows_kernel(
     z_ptr, bias_ptr, threshold_ptr, spans_ptr, stride_t, radius, M, N, room, shares, span,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr, EVEN: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Program (row, share of `span` columns), of rows that overflowed."""
-    row, N = (tl.program_id(0) // shares).to(tl.int64), even_length(N, VEC, EVEN)
+    row = (tl.program_id(0) // shares).to(tl.int64)
     if row_span(spans_ptr, row, M, room)[2]:
         begin = tl.program_id(0) % shares * span
         end = tl.minimum(begin + span, N)
@@ -78,13 +77,13 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, weight, bias, b_dec, threshold, activation, k, bandwidth, capacity, scale, *_ = call
     x = (x if b_dec is None else x - b_dec).to(weight.dtype)
     m, n = x.shape[0], weight.shape[1]
-    path = choose_path(activation, m, k, capacity, weight)
+    path = choose_path(activation, m, k, weight)
     none = x.new_empty(0, n)
     with named(path):
         if path == "bound":
             values, indices, spans, l0 = topk.row_topk(x, weight, bias, scale, k)
             return values, indices, spans, none, l0
-        z, bias = _pre_activations(x, weight, bias, activation)
+        z, bias = _pre_activations(x, weight, bias)
         more = z.shape[1] - n
         if more:
             # Columns that no rule keeps: the kernels do not tell them from others.
@@ -99,22 +98,19 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         return values, indices, spans, z[:, :n] if keeps else none, l0
 
 
-def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> tuple[Tensor, Tensor | None]:
-    """(x @ weight among columns of -inf up to `row_stride`, and the bias that is still to be added)."""
-    m, n = x.shape[0], weight.shape[1]
-    stride = row_stride(m, n, weight, activation)
-    # The product's own epilogue adds in float32 as well, and rounds once.
-    added, bias = (bias, None) if bias is not None and bias.dtype is weight.dtype else (None, bias)
-    if copies_weight(m, n, weight) or (stride == n == padded(n, weight) and copies_pay(x, weight)):
-        z = padded_product(x if x.stride(1) == 1 else x.contiguous(), weight, added, stride)
-    elif stride == n:
-        z = x @ weight if added is None else torch.addmm(added, x, weight)
-    else:
-        # cuBLAS leaves the further columns alone.
-        z = x.new_empty(m, stride)
-        torch.mm(x, weight, out=z[:, :n]) if added is None else torch.addmm(added, x, weight, out=z[:, :n])
-    if stride != n:
+def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """(x @ weight and columns of -inf up to `row_stride`, the bias that is still to be added)."""
+    n = weight.shape[1]
+    z = x.new_empty(x.shape[0], row_stride(n, weight))
+    # cuBLAS leaves the further columns alone.
+    product = z[:, :n]
+    if z.shape[1] != n:
         z[:, n:] = float("-inf")
+    # The product's own epilogue adds in float32 as well, and rounds once.
+    if bias is not None and bias.dtype is weight.dtype:
+        torch.addmm(bias, x, weight, out=product)
+        return z, None
+    torch.mm(x, weight, out=product)
     return z, bias
 
 
@@ -154,10 +150,10 @@ def _activate_overflowed(z: Tensor, limit: Limit, spans: Tensor, room: int) -> N
     blocks = launch.cdiv(n, sizes["BLOCK"])
     span = launch.cdiv(blocks, max(1, min(blocks, 1024 // m))) * sizes["BLOCK"]
     shares = launch.cdiv(n, span)
-    meta = {**sizes, "WINDOW": limit.radius > 0, "EVEN": is_even(n, z.element_size())}
+    meta = {**sizes, "WINDOW": limit.radius > 0}
     stride_t = 0 if threshold is None else threshold.stride(0)
     args = (z, limit.bias, threshold, spans, stride_t, limit.radius, m, n, room, shares, span)
     _activate_rows_kernel((m * shares, 1, 1), args, meta, num_warps=1)
 
 
-EXAMPLES = {_activate_rows_kernel: {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "EVEN": False, "num_warps": 1}}
+EXAMPLES = {_activate_rows_kernel: {"BLOCK": 1024, "VEC": 8, "WINDOW": True, "num_warps": 1}}

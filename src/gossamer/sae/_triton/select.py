@@ -69,19 +69,38 @@ def settle_ties(equal, need, seen, VEC: tl.constexpr):
 
 
 @triton.jit
-def list_keys(
-    bits, counts, z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, start, N,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
+def list_largest(
+    z_ptr, bias_ptr, scale_ptr, floor, wanted, list_ptr, columns_ptr, N, limit,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the keys of a chunk's kept elements side by side, and their columns beside those."""
-    slot = tl.cumsum(counts, axis=0) - counts
-    while tl.max(bits, axis=0) > 0:
-        column, mask, bits = pop_lowest(bits, start, BLOCK, VEC)
-        z = tl.load(z_ptr + column, mask=mask, other=0.0)
-        tl.store(list_ptr + slot, rank_key(z, bias_ptr, scale_ptr, column, N, SHIFT), mask=mask)
-        if columns_ptr is not None:
-            tl.store(columns_ptr + slot, column, mask=mask)
-        slot += mask.to(tl.int32)
+    """Walks a row, and lists the elements with keys above `floor` and the first `wanted` that equal it: their keys, or
+    without KEYS their numbers, and their columns, in slots below `limit`. Returns how many there are."""
+    count = 0
+    seen = 0
+    z = load_pre(z_ptr, chunk_columns(0, BLOCK, VEC), N)
+    for start in range(0, N, BLOCK):
+        columns = chunk_columns(start, BLOCK, VEC)
+        following = load_pre(z_ptr, columns + BLOCK, N)
+        key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
+        found = tl.max(word_bits(key >= floor, VEC), axis=0)
+        if found > 0:
+            ties, seen = settle_ties(word_bits(key == floor, VEC), wanted, seen, VEC)
+            bits = word_bits(key > floor, VEC) | ties
+            counts = count_bits(bits)
+            slot = count + tl.cumsum(counts, axis=0) - counts
+            count += tl.sum(counts, axis=0)
+            while tl.max(bits, axis=0) > 0:
+                column, held, bits = pop_lowest(bits, start, BLOCK, VEC)
+                mask = held & (slot < limit)
+                number = tl.load(z_ptr + column, mask=mask, other=0.0)
+                if KEYS:
+                    tl.store(list_ptr + slot, rank_key(number, bias_ptr, scale_ptr, column, N, SHIFT), mask=mask)
+                else:
+                    tl.store(list_ptr + slot, add_bias(number, bias_ptr, column, column < N), mask=mask)
+                tl.store(columns_ptr + slot, column, mask=mask)
+                slot += held.to(tl.int32)
+        z = following
+    return count
 
 
 @triton.jit
@@ -166,27 +185,9 @@ def settle_row(
     bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
     # Of the elements that equal the bound no more than the first k can be wanted.
     floor = tl.maximum(bound, 1)
-    count = 0
-    seen = 0
-    z = load_pre(z_row, chunk_columns(0, BLOCK, VEC), N)
-    for start in range(0, N, BLOCK):
-        columns = chunk_columns(start, BLOCK, VEC)
-        following = load_pre(z_row, columns + BLOCK, N)
-        key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
-        bits = word_bits(key >= floor, VEC)
-        counts = count_bits(bits)
-        found = tl.sum(counts, axis=0)
-        if found > 0:
-            ties, seen = settle_ties(word_bits(key == floor, VEC), k, seen, VEC)
-            bits = word_bits(key > floor, VEC) | ties
-            counts = count_bits(bits)
-            found = tl.sum(counts, axis=0)
-            list_keys(
-                bits, counts, z_row, bias_ptr, scale_ptr, list_ptr + count, list_ptr + length + count, start, N,
-                BLOCK, VEC, SHIFT,
-            )  # fmt: skip
-        count += found
-        z = following
+    count = list_largest(
+        z_row, bias_ptr, scale_ptr, floor, k, list_ptr, list_ptr + length, N, length, BLOCK, VEC, SHIFT, True
+    )
     # The list is read by other threads than those that wrote it.
     tl.debug_barrier()
     slots = tl.arange(0, LIST)

@@ -1,0 +1,236 @@
+"""A sparse block's hot neurons in training: the neurons that many rows have, as dense products.
+
+An entry of a list takes the time in which rows of weights are read. A neuron that more than one row in 64 has takes
+less time as a column of a dense product: the activations of trained models have some hundred of these, with half of all
+entries. `choose` counts the neurons of some rows, and gives the most frequent ones a slot each; they stand in no list,
+but in `[M, H]`, a column for each slot, whose products are PyTorch's. Which neurons these are only the device knows. A
+neuron without a slot is gathered, however many rows have it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from gossamer._core import launch
+from gossamer.ffn._triton.entry_lists import RANKS, Hot, Weights, columns_at
+from gossamer.ffn.costs import hot_bound
+
+SAMPLED = 2048
+"""Rows of which the neurons are counted, about."""
+LEAST = 64
+"""Rows that have a neuron, at least, before it is hot."""
+FLAT = 1024
+"""Activations of a program."""
+WAYS = tl.constexpr(32)
+"""Counts that a round of the search for the least one tries at once."""
+
+
+@launch.kernel
+def _ffn_hot_sample_kernel(indices_ptr, counts_ptr, fired_ptr, step, tiles, slots, tile, BLOCK: tl.constexpr):
+    """Program (one of every `step` rows): counts its neurons."""
+    row = tl.program_id(0).to(tl.int64) * step
+    for first_tile in range(0, tiles, BLOCK):
+        at = first_tile + tl.arange(0, BLOCK)
+        counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
+        counts = tl.minimum(counts, slots)
+        for first in range(0, tl.max(counts, axis=0), RANKS):
+            held, column = columns_at(indices_ptr + row * tiles * slots, at, counts, first, slots, tile)
+            tl.atomic_add(fired_ptr + column, 1, mask=held, sem="relaxed")
+
+
+@launch.kernel
+def _ffn_hot_choose_kernel(
+    fired_ptr, hot_ptr, slot_ptr, N, rows, least, capacity, BLOCK: tl.constexpr, SEARCHED: tl.constexpr
+):
+    """One program: how many neurons have slots, how many more than `least` of the rows counted have, and a slot for
+    each of the latter, columns ascending, or for the most frequent where there are too many."""
+    frequent = 0
+    for first in range(0, N, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        fired = tl.load(fired_ptr + column, mask=column < N, other=0)
+        frequent += tl.sum((fired > least).to(tl.int32), axis=0)
+    tl.store(hot_ptr + 1, frequent)
+    low, high = least, least
+    if frequent > capacity:
+        high = rows
+    while low < high:
+        # No more than `capacity` neurons exceed `high`.
+        step = tl.cdiv(high - low, WAYS)
+        bound = low + tl.arange(0, WAYS) * step
+        beyond = tl.zeros([WAYS], tl.int32)
+        for first in range(0, N, SEARCHED):
+            column = first + tl.arange(0, SEARCHED)
+            fired = tl.load(fired_ptr + column, mask=column < N, other=0)
+            beyond += tl.sum((fired[:, None] > bound[None, :]).to(tl.int32), axis=0)
+        full = tl.sum((beyond > capacity).to(tl.int32), axis=0)
+        high = tl.minimum(high, low + full * step)
+        low = tl.where(full == 0, high, low + (full - 1) * step + 1)
+    over = 0
+    for first in range(0, N, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        over += tl.sum((tl.load(fired_ptr + column, mask=column < N, other=0) > high).to(tl.int32), axis=0)
+    # Of those that exactly `high` of the rows have, the first that there are slots for.
+    left = tl.where(high > least, capacity - over, 0)
+    used = 0
+    for first in range(0, N, BLOCK):
+        column = first + tl.arange(0, BLOCK)
+        fired = tl.load(fired_ptr + column, mask=column < N, other=0)
+        equal = (fired == high).to(tl.int32)
+        chosen = (fired > high) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= left))
+        left -= tl.sum(equal, axis=0)
+        place = used + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+        tl.store(hot_ptr + 2 + place, column, mask=chosen)
+        tl.store(slot_ptr + column, tl.where(chosen, place, -1), mask=column < N)
+        used += tl.sum(chosen.to(tl.int32), axis=0)
+    tl.store(hot_ptr, used)
+
+
+@triton.jit
+def through(grad, z, active, up, penalty_ptr, SQUARED: tl.constexpr):
+    """(hidden activations, gradients through the gate, through the up projection) at entries; grad: of the hidden
+    activations, float32, without the L1 penalty's share. z: of the gate; up: float32, or None in a plain block."""
+    dtype: tl.constexpr = z.dtype
+    gate = tl.where(active, z.to(tl.float32), 0.0)
+    hidden = gate * gate if SQUARED else gate
+    slope = 2 * gate if SQUARED else tl.full(gate.shape, 1, tl.float32)
+    through_up = hidden
+    if up is not None:
+        if penalty_ptr is not None:
+            grad += tl.load(penalty_ptr) * tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
+        through_up = tl.where(active, grad * hidden, 0.0)
+        hidden = tl.where(active, hidden.to(dtype).to(tl.float32) * up, 0.0)
+        slope *= up
+    elif penalty_ptr is not None:
+        grad += tl.load(penalty_ptr)
+    return hidden, tl.where(active, grad * slope, 0.0), through_up
+
+
+@launch.kernel
+def _ffn_hot_hidden_kernel(
+    values_ptr, bias_ptr, through_hidden_ptr, penalty_ptr, hidden_ptr, through_ptr, l1_ptr, total, H,
+    BLOCK: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Program (BLOCK of the M x H activations). Forward: adds the bias [H], if any, to the up projection that stands
+    behind the gate in values_ptr, and writes the hidden activations, and the sum of these without signs. Backward, with
+    the gradients of the hidden activations: those through the gate and the up projection, too, [M, 1 or 2, H]."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    held = at < total
+    z = tl.load(values_ptr + at, mask=held, other=0.0)
+    active = z != 0
+    up = None
+    if GATED:
+        up = tl.load(values_ptr + total + at, mask=held, other=0.0)
+        if bias_ptr is not None:
+            up = (up.to(tl.float32) + tl.load(bias_ptr + at % H).to(tl.float32)).to(z.dtype)
+            tl.store(values_ptr + total + at, up, mask=held)
+        up = up.to(tl.float32)
+    if through_ptr is None:
+        hidden = z.to(tl.float32)
+        if SQUARED:
+            hidden = (hidden * hidden).to(z.dtype).to(tl.float32)
+        if GATED:
+            # Zeros where nothing is active, whatever the other factor.
+            hidden = tl.where(active, (hidden * up).to(z.dtype).to(tl.float32), 0.0)
+        tl.store(l1_ptr + tl.program_id(0), tl.sum(tl.abs(hidden), axis=0))
+    else:
+        grad = tl.load(through_hidden_ptr + at, mask=held, other=0.0).to(tl.float32)
+        hidden, through_gate, through_up = through(grad, z, active, up, penalty_ptr, SQUARED)
+        to = through_ptr + at // H * (2 * H if GATED else H) + at % H
+        tl.store(to, through_gate, mask=held)
+        if GATED:
+            tl.store(to + H, through_up, mask=held)
+    tl.store(hidden_ptr + at, hidden, mask=held)
+
+
+def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, gated: bool, capacity: int) -> Hot:
+    """packed: as `entry_lists.row_lists` takes it. Slots that are not in use name neuron 0, which changes nothing:
+    their values are zeros."""
+    values, indices, counts = packed
+    m, tiles, slots = values.shape
+    fired, listed = (torch.zeros(size, dtype=torch.int32, device=values.device) for size in (n, 2 + capacity))
+    slot = torch.empty_like(fired)
+    step = m // SAMPLED | 1
+    rows, block = launch.cdiv(m, step), min(max(launch.next_power_of_2(tiles), 16), 64)
+    args = (indices, counts, fired, step, tiles, slots, tile)
+    _ffn_hot_sample_kernel((rows, 1, 1), args, {"BLOCK": block}, num_warps=1)
+    least = min(rows, max(int(hot_bound(rows, values.element_size(), values.device)), launch.cdiv(LEAST, step)))
+    args = (fired, listed, slot, n, rows, least, capacity)
+    meta = {"BLOCK": min(8192, max(32, launch.next_power_of_2(n))), "SEARCHED": 1024}
+    _ffn_hot_choose_kernel((1, 1, 1), args, meta, num_warps=8)
+    return Hot(listed, slot, values.new_zeros(2 if gated else 1, m, capacity))
+
+
+def by_slots(weight: Tensor, listed: Tensor) -> Tensor:
+    """The rows of the neurons that have slots, `[H, ...]`."""
+    return weight.index_select(0, listed[2:])
+
+
+def activations(
+    values: Tensor, bias: Tensor | None, grad: Tensor | None, penalty: Tensor | None, squared: bool
+) -> tuple[Tensor, Tensor]:
+    """values: of `Hot`. (hidden activations `[M, H]`; the sums of their |.|, in parts, or, with the gradients of them,
+    those through gate and up, `[M, (1 or 2) H]`)"""
+    gates, m, capacity = values.shape
+    programs = launch.cdiv(m * capacity, FLAT)
+    hidden, through, parts = values.new_empty(m, capacity), None, None
+    if grad is None:
+        result = parts = torch.empty(programs, dtype=torch.float32, device=values.device)
+    else:
+        result = through = values.new_empty(m, gates * capacity)
+    args = (values, bias, grad, penalty, hidden, through, parts, m * capacity, capacity)
+    meta = {"BLOCK": FLAT, "SQUARED": squared, "GATED": gates == 2}
+    _ffn_hot_hidden_kernel((programs, 1, 1), args, meta, num_warps=4)
+    return hidden, result
+
+
+def forward(hot: Hot, x: Tensor, weights: Weights, out: Tensor, l1: Tensor, squared: bool) -> Tensor:
+    """Adds the hot neurons' products to out `[M, D]`, and puts the up projection into hot.values. l1: the sums of
+    |hidden| of rows; with those of hot neurons, their sum."""
+    if not hot.values.shape[2]:
+        return l1.sum()
+    bias = None if weights.up_bias is None else by_slots(weights.up_bias, hot.listed)
+    if weights.up is not None:
+        torch.mm(x, by_slots(weights.up, hot.listed).t(), out=hot.values[1])
+    hidden, parts = activations(hot.values, bias, None, None, squared)
+    out.addmm_(hidden, by_slots(weights.down, hot.listed))
+    return l1.sum() + parts.sum()
+
+
+def backward(
+    listed: Tensor,
+    values: Tensor,
+    x: Tensor,
+    weights: Weights,
+    grad: Tensor,
+    penalty: Tensor | None,
+    dx: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor | None],
+    sums: Tensor | None,
+    squared: bool,
+) -> None:
+    """Adds the hot neurons' part to dx, to the gradients of W_down, W_gate and W_up, which are zeros there, and to sums
+    `[2, N]`. values: of `Hot`."""
+    gates, _, capacity = values.shape
+    if not capacity:
+        return
+    through_hidden = grad @ by_slots(weights.down, listed).t()
+    hidden, through = activations(values, None, through_hidden, penalty, squared)
+    inner = [by_slots(weight, listed) for weight in (weights.gate, weights.up) if weight is not None]
+    dx.addmm_(through, torch.cat(inner))
+    found = (hidden.t() @ grad, *(through.t() @ x).chunk(gates))
+    for to, part in zip(grads, found, strict=False):
+        if to is not None:
+            to.index_add_(0, listed[2:], part)
+    if sums is not None:
+        of = through.sum(0, dtype=sums.dtype).view(gates, capacity)
+        sums[:gates].index_add_(1, listed[2:], of)
+
+
+EXAMPLES = {
+    _ffn_hot_sample_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 32, "num_warps": 1},
+    _ffn_hot_choose_kernel: {"hot_ptr": "*i32", "slot_ptr": "*i32", "BLOCK": 8192, "SEARCHED": 1024, "num_warps": 8},
+    _ffn_hot_hidden_kernel: {
+        "bias_ptr": None, "BLOCK": 1024, "SQUARED": False, "GATED": True,
+    },
+}  # fmt: skip

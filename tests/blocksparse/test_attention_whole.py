@@ -1,0 +1,78 @@
+"""On the CPU layouts that leave nothing out, or later keys alone, are plain attention, and no other layout is."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from gossamer import blocksparse
+from gossamer.blocksparse import Layout
+from gossamer.blocksparse._torch import attention as cpu
+from gossamer.blocksparse.records import BlocksparseAttention
+
+pytestmark = pytest.mark.native
+T, BLOCK = 80, 16
+
+
+def found(layout: Layout, causal: bool, q: Tensor, k: Tensor, v: Tensor) -> bool | None:
+    form = layout.form
+    call = BlocksparseAttention(q, k, v, None, None, None, None, layout.buffer, form, (0, 0), causal, 0.25)
+    return cpu.leaves_nothing_out(cpu.Attention(call))
+
+
+def operands(t: int = T) -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(0)
+    return tuple(torch.randn(2, heads, t, 16, generator=generator).requires_grad_() for heads in (4, 2, 2))
+
+
+def lower(offset: int = 0) -> Layout:
+    return Layout.from_mask(torch.ones(T // BLOCK, T // BLOCK).tril(offset).bool(), BLOCK)
+
+
+def with_hole(layout: Layout, row: int, col: int) -> Layout:
+    mask = layout.to_dense().clone()
+    mask[row, col] = False
+    return Layout.from_mask(mask, BLOCK)
+
+
+CASES = {
+    "full": (lambda: lower(9), False, False),
+    "full, causal": (lambda: lower(9), True, True),
+    "lower triangle, causal": (lower, True, True),
+    "lower triangle": (lower, False, None),
+    "a block above the diagonal, causal": (lambda: lower(1), True, True),
+    "a block above the diagonal": (lambda: lower(1), False, None),
+    "pattern": (lambda: blocksparse.causal((T, T), BLOCK), False, True),
+    "pattern, causal": (lambda: blocksparse.causal((T, T), BLOCK), True, True),
+    "pattern of an odd length": (lambda: blocksparse.causal((T - 7, T - 7), BLOCK), False, True),
+    "pattern of whole blocks": (lambda: blocksparse.causal((T, T), BLOCK, elements=False), False, None),
+    "window": (lambda: blocksparse.sliding_window((T, T), BLOCK, (20, 0)), True, None),
+    "wide window": (lambda: blocksparse.sliding_window((T, T), BLOCK, (T, 0)), False, True),
+    "window without its last key": (lambda: blocksparse.sliding_window((T, T), BLOCK, (T - 2, 0)), True, None),
+    "a hole": (lambda: with_hole(lower(9), 3, 1), False, None),
+    "a hole, causal": (lambda: with_hole(lower(), 3, 1), True, None),
+    "a hole above the diagonal, causal": (lambda: with_hole(lower(9), 1, 3), True, True),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    make, causal, wanted = CASES[name]
+    layout = make()
+    q, k, v = operands(layout.size[0])
+    assert found(layout, causal, q, k, v) is wanted
+    results = []
+    for _ in range(2):
+        out = blocksparse.attention(q, k, v, layout, causal=causal)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (q, k, v))))
+        # Then by blocks.
+        monkeypatch.setattr(cpu, "leaves_nothing_out", lambda given: None)
+    for ours, by_blocks in zip(*results):
+        assert ours.stride() == by_blocks.stride()
+        torch.testing.assert_close(ours, by_blocks, rtol=2e-5, atol=2e-5)
+
+
+def test_a_nan_reaches_its_own_blocks_alone() -> None:
+    q, k, v = (x.detach() for x in operands())
+    v[:, :, -1] = torch.nan
+    out = blocksparse.attention(q, k, v, blocksparse.causal((T, T), BLOCK))
+    assert bool(out[:, :, :-BLOCK].isfinite().all()) and bool(out[:, :, -1].isnan().all())

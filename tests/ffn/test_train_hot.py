@@ -1,0 +1,108 @@
+"""Neurons that many rows have, as columns of dense products under gradients."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from gossamer._core.ops import INTERPRET
+from gossamer.ffn.costs import hot_bound
+from gossamer.ffn.records import SparseTraining
+from gossamer.ffn.sparse_training import sparse_training
+from gossamer.rowsparse.formats import empty_twell
+from tests.ffn.trained import check, drawn, leaves, operator_arguments, reference, taken
+
+pytestmark = pytest.mark.kernels
+
+SHAPE = (40, 24, 90, 20) if INTERPRET else (300, 72, 600, 40)
+
+
+@pytest.fixture
+def soon(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Neurons are hot that few of the rows of a test have."""
+    from gossamer.ffn._triton import train_hot
+
+    monkeypatch.setattr(train_hot, "LEAST", SHAPE[0] // 4)
+    monkeypatch.setattr(train_hot, "SAMPLED", train_hot.SAMPLED)
+    return train_hot
+
+
+@pytest.mark.parametrize("m, frequent, capacity", [(70, 5, 16), (70, 30, 16), (31, 0, 16), (31, 120, 16)])
+def test_the_most_frequent_are_chosen(
+    m: int, frequent: int, capacity: int, device: torch.device, generator: torch.Generator, soon: Any
+) -> None:
+    """Those over the share, or the most frequent where there are more than slots, also where all are as frequent."""
+    from gossamer.rowsparse._triton.twell import launch_pack_twell
+
+    n, tile = 120, 16
+    soon.SAMPLED, soon.LEAST = 32, 17
+    rate = torch.full((n,), 0.02, device=device)
+    rate[torch.randperm(n, device=device, generator=generator)[:frequent]] = 0.9 if frequent < n else 1.0
+    z = (torch.rand(m, n, device=device, generator=generator) < rate).float()
+    packed = empty_twell(z, m, n, tile, 8)
+    launch_pack_twell(z, None, tile, packed)
+    hot = soon.choose(packed, tile, n, True, capacity)
+    step = m // soon.SAMPLED | 1
+    # A tile has slots for 8 of 16 columns.
+    held = torch.cat([part * (part.cumsum(1) <= 8) for part in z[::step].split(tile, 1)], 1).sum(0).int()
+    used = int(hot.listed[0])
+    assert used == min(capacity, int(hot.listed[1]))
+    listed = hot.listed[2 : 2 + used].tolist()
+    least = max(int(hot_bound(len(z[::step]), 4, device)), -(-soon.LEAST // step))
+    assert int(hot.listed[1]) == int((held > least).sum())
+    assert listed == sorted(listed) and all(held[j] > least for j in listed)
+    others = [j for j in range(n) if j not in listed]
+    if used and frequent > capacity:
+        assert min(held[listed]) >= max(held[others])
+    slots = hot.slots.tolist()
+    assert [slots[j] for j in listed] == list(range(used)) and all(slots[j] == -1 for j in others)
+    assert hot.values.shape == (2, m, capacity) and not hot.values.any()
+
+
+@pytest.mark.parametrize("activation", ["relu", "relu2"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_gradients(
+    gated: bool, activation: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator, soon: Any
+) -> None:
+    """Some neurons of most rows, beside a row that is dense."""
+    a, grad = drawn(SHAPE, dtype, device, generator, 2.0)
+    a["gate_bias"][::9] = 4.0
+    a["gate_bias"][4:8] = 0.0
+    a["x"][17] *= 16
+    check(taken(a, gated), grad, activation)
+
+
+@pytest.mark.parametrize("capacity", [16, 48])
+@pytest.mark.parametrize("gated", [True, False])
+def test_penalty_and_counts(
+    gated: bool, capacity: int, device: torch.device, generator: torch.Generator, soon: Any
+) -> None:
+    """Beside heavy rows, with more hot neurons than slots and with fewer: counts, the L1 penalty and all gradients, the
+    same twice."""
+    a, grad = drawn(SHAPE, torch.float32, device, generator, 2.0)
+    a["gate_bias"][::4] = torch.linspace(-1.5, 4.0, len(a["gate_bias"][::4]), device=device)
+    a["x"][[2, 30]] *= 32
+    a = taken(a, gated)
+    ours, wide = leaves(a), leaves(a, torch.float64)
+    arguments = operator_arguments(ours, SHAPE[2] // 3, SHAPE[0] * SHAPE[2], 256, capacity)
+    _, l1, _, fired, *_, heavy, _, hot, values = found = sparse_training(SparseTraining(*arguments))
+    used, (_, m, _) = int(hot[0]), values.shape
+    assert 8 < used <= capacity and 0 < int(heavy[0]) < m // 2
+    gate = torch.relu(wide["x"] @ wide["gate"].t() + wide["gate_bias"])
+    hidden = gate * (wide["x"] @ wide["up"].t() + wide["up_bias"]) if gated else gate
+    exact = hidden.abs().sum() / m
+    active = gate.detach() > 0
+    active[heavy[1 : 1 + int(heavy[0])].long()] = False
+    assert fired.tolist() == (gate > 0).sum(0).tolist()
+    assert torch.equal(values[0, :, :used] != 0, active[:, hot[2 : 2 + used].long()])
+    torch.testing.assert_close(l1.double(), exact.detach(), rtol=1e-6, atol=1e-6)
+    names = list(a)
+    whole = 3 * exact + (reference(wide) * grad.double()).sum()
+    want = torch.autograd.grad(whole, [wide[name] for name in names])
+    loss = [3 * of[1] + (of[0] * grad).sum() for of in (found, sparse_training(SparseTraining(*arguments)))]
+    got, again = (torch.autograd.grad(one, [ours[name] for name in names]) for one in loss)
+    for name, result, same, exactly in zip(names, got, again, want, strict=True):
+        assert torch.equal(result, same), name
+        torch.testing.assert_close(
+            result.double(), exactly, rtol=2e-5, atol=2e-5 * float(exactly.abs().max()), msg=name
+        )

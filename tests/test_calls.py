@@ -1,0 +1,55 @@
+"""Calls of the package's functions in tests and benchmarks fit their signatures, also where only a GPU runs them."""
+
+import ast
+import importlib
+import inspect
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).parents[1]
+FILES = sorted(path.relative_to(FOLDER) for room in ("tests", "benchmarks") for path in (FOLDER / room).rglob("*.py"))
+
+
+def found(node: ast.expr, names: dict[str, Any]) -> Any:
+    """The object of the package that an expression such as `sae.decode` names, or None."""
+    if isinstance(node, ast.Name):
+        return names.get(node.id)
+    if not isinstance(node, ast.Attribute):
+        return None
+    owner = found(node.value, names)
+    ours = (getattr(owner, "__name__", "") if inspect.ismodule(owner) else getattr(owner, "__module__", "")) or ""
+    return getattr(owner, node.attr, None) if ours.startswith("gossamer") else None
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_arguments_have_parameters(file: Path) -> None:
+    tree = ast.parse((FOLDER / file).read_text())
+    try:
+        names = dict(vars(importlib.import_module(".".join(file.with_suffix("").parts))))
+    except ImportError as error:
+        pytest.skip(f"needs {error.name}")
+    # A name that a function makes is not the module's.
+    local = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    local |= {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef) and node not in tree.body}
+    for call in ast.walk(tree):
+        if not isinstance(call, ast.Call) or (isinstance(call.func, ast.Name) and call.func.id in local):
+            continue
+        function = found(call.func, names)
+        if not str(getattr(function, "__module__", "")).startswith("gossamer"):
+            continue
+        starred = any(isinstance(given, ast.Starred) for given in call.args) or any(
+            k.arg is None for k in call.keywords
+        )
+        try:
+            signature = inspect.signature(function)
+        except (TypeError, ValueError):
+            continue
+        bind = signature.bind_partial
+        place = f"{file}:{call.lineno}: {ast.unparse(call.func)}"
+        try:
+            bind(*([] if starred else call.args), **{k.arg: k for k in call.keywords if k.arg is not None})
+        except TypeError as error:
+            pytest.fail(f"{place}: {error}")
