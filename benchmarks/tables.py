@@ -426,6 +426,7 @@ def dictionaries() -> list[str]:
 
 
 MODULES = {"jumprelu": "JumpReLUSAE", "batchtopk": "BatchTopKSAE", "topk": "TopKSAE"}
+MODULES |= {"matryoshka": "MatryoshkaSAE", "gated": "GatedSAE", "standard": "StandardSAE"}
 
 
 def stream() -> list[str]:

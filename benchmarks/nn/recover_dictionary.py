@@ -21,7 +21,7 @@ from torch import Tensor
 from benchmarks.provenance import provenance
 from gossamer import nn
 
-KINDS = ("topk", "batchtopk", "jumprelu")
+KINDS = ("topk", "batchtopk", "jumprelu", "matryoshka", "standard", "gated")
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,9 @@ def rows(setting: Setting, seed: int) -> Callable[[int], Tensor]:
 def make(kind: str, setting: Setting, **options: Any) -> Any:
     if kind == "jumprelu":
         return nn.JumpReLUSAE(setting.d_in, setting.d_sae, target_l0=setting.active, **options)
-    return {"topk": nn.TopKSAE, "batchtopk": nn.BatchTopKSAE}[kind](
+    if kind in ("standard", "gated"):
+        return {"standard": nn.StandardSAE, "gated": nn.GatedSAE}[kind](setting.d_in, setting.d_sae, **options)
+    return {"topk": nn.TopKSAE, "batchtopk": nn.BatchTopKSAE, "matryoshka": nn.MatryoshkaSAE}[kind](
         setting.d_in, setting.d_sae, setting.active, **options
     )
 

@@ -1,6 +1,7 @@
 """Every kernel compiles for every target it supports, without a GPU, within shared memory and without spills."""
 
 import importlib
+import re
 from typing import Any
 
 import pytest
@@ -73,6 +74,44 @@ def test_partial_sums_stay_apart(name: str) -> None:
         assert used["LOCAL"] == 0 and used["STACK"] <= 8, f"spills: {used}"
         sums.append(compiled.asm["ttir"].count("arith.addf"))
     assert sums[1] >= sums[0] + 2 * compiled.asm["ttir"].count("tt.dot")
+
+
+WITHOUT = (
+    "a_offsets",
+    "a_order",
+    "a_indices",
+    "b_offsets",
+    "b_positions",
+    "out_offsets",
+    "out_order",
+    "out_indices",
+    "pairs",
+)
+PITCHES = {
+    "result by columns": (
+        "_triton._blocksparse_matmul_kernel",
+        {"TRANS": (False, False, True, False, False)},
+        WITHOUT[3:],
+    ),
+    "first operand by columns": ("_triton._blocksparse_matmul_kernel", {"TRANS": (True, *[False] * 4)}, WITHOUT[:5]),
+    "transposed matrices": ("_triton._blocksparse_turn_kernel", {}, ()),
+    "transposed rows": ("_triton._dense_transpose_kernel", {}, ()),
+    "spans": ("_triton._share_ties_kernel", {}, ()),
+}
+"""Variant of a kernel in which M elements follow each other in memory: constants, and pointers that are absent."""
+
+
+@pytest.mark.parametrize("case", PITCHES)
+def test_a_pitch_that_16_divides_keeps_wide_accesses(case: str) -> None:
+    """Of the counts that launches leave unspecialised none may be a pitch: the compiler would know no alignment."""
+    name, constants, absent = PITCHES[case]
+    kernel, example = KERNELS[name]
+    given = example | {
+        "signature": example["signature"] | {f"{name}_ptr": None for name in absent},
+        "constexprs": example["constexprs"] | constants,
+    }
+    asm = aot.compile_kernel(kernel, given, "sm_90").asm["ptx"]
+    assert not re.search(r"(ld|st)\.global(\.\w+)*\.b16\b", asm) and re.search(r"(st|ld)\.global\.v[24]", asm)
 
 
 @pytest.mark.full

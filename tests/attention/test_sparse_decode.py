@@ -112,6 +112,12 @@ def test_a_page_outside_of_the_pool(page: int, device: torch.device, mode: str) 
         ({"page_table": torch.zeros(1, 3).long(), "size": 12}, ValueError, "page_size being a power of two, got"),
         ({"grad": True}, NotImplementedError, "gradients are not implemented with page_table. Give k and v in one"),
         ({"indexer": ()}, NotImplementedError, "gradients are not implemented with page_table"),
+        (
+            {"path": "lists"},
+            ValueError,
+            "with page_table, path must be decode, got 'lists'. Leave it None, or give k and",
+        ),
+        ({"path": "any"}, ValueError, "with page_table, path must be decode, got 'any'"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
@@ -121,4 +127,5 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
     pool = torch.ones(4, change.get("size", 16), 2, 8)
     selection = Selection.from_mask(torch.ones(1, tq, 40, dtype=torch.bool))
     with pytest.raises(error, match=f"attention.sparse_attention: .*{message}"):
-        sparse_attention(q, pool, pool, selection, page_table=table, indexer=change.get("indexer"))
+        asked = {"indexer": change.get("indexer"), "path": change.get("path")}
+        sparse_attention(q, pool, pool, selection, page_table=table, **asked)

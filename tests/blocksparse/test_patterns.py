@@ -3,9 +3,12 @@
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer import blocksparse
-from gossamer.blocksparse import Layout
+from gossamer.blocksparse import Layout, patterns
 
 SIZES = [((64, 64), (16, 16)), ((50, 90), (16, 32)), ((90, 50), (32, 16)), ((1, 200), (64, 16)), ((33, 33), (16, 16))]
 
@@ -86,6 +89,39 @@ def test_the_host_counts_the_blocks(
         layout = PATTERNS[name](size, block, device=device)
     count = int(layout.to_dense().sum())
     assert layout.capacity == max(count, 1) and layout.filled == (count > 0) and not layout.overflowed
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_tensors_without_numbers(name: str) -> None:
+    """Fake tensors and a trace have no number to count by."""
+    size, block = (96, 160), (32, 32)
+    known = PATTERNS[name](size, block)
+    patterns._count.cache_clear()
+    with FakeTensorMode():
+        fake = PATTERNS[name](size, block)
+    assert (fake.capacity, fake.filled) == (known.capacity, known.filled)
+    patterns._count.cache_clear()
+    traced = make_fx(lambda x: x + PATTERNS[name](size, block).to_dense(), tracing_mode="symbolic")(torch.zeros(3, 5))
+    assert torch.equal(traced(torch.ones(3, 5)), 1.0 + known.to_dense())
+
+
+class _NoTensor(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        raise AssertionError(f"the count of blocks calls {func}")
+
+
+@pytest.mark.parametrize(
+    "name, numbers, expected",
+    [
+        ("_near", (1 << 18, 0, 1), (33_558_528, 8192)),
+        ("_near", (31, 0, 1), (3 * 8192 - 3, 2 * 8192 - 2)),
+        ("_of_tokens", (17,), (4 * 8192 - 4, 2 * 8192 - 3)),
+    ],
+)
+def test_blocks_of_long_sequences_are_counted_without_tensors(name: str, numbers, expected) -> None:
+    """67 million blocks, as tensors of which a count would take gigabytes and seconds."""
+    with _NoTensor():
+        assert patterns._counted(name, (1 << 17, 1 << 17), (16, 16), numbers) == expected
 
 
 @pytest.mark.gpu

@@ -19,7 +19,8 @@ from gossamer import nn
 
 D_IN, D_OUT, D_SAE, STEPS = 9, 5, 31, 6
 ROWS = 4  # of a rank: few enough that latents stay silent for a step
-KINDS = ("topk", "batchtopk", "jumprelu", "transcoder", "jumprelu steered")
+SHARDED = ("topk", "batchtopk", "jumprelu", "transcoder", "jumprelu steered", "standard", "gated")
+KINDS = (*SHARDED, "matryoshka")  # That of a batch: a row's selection is that of TopKSAE.
 # With what sums over latents, or over the dead of them: few enough steps to die in, and more dead than are taken.
 VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"aux_coefficient": 0.3, "aux_k": 2, "dead_after": 1},
@@ -38,6 +39,14 @@ def make(kind: str, device: torch.device, seed: int = 0, **options: Any) -> Any:
         return nn.TopKSAE(D_IN, D_SAE, 4, **options).to(device)
     if kind == "batchtopk":
         return nn.BatchTopKSAE(D_IN, D_SAE, 4, threshold_rate=0.25, **options).to(device)
+    if kind == "matryoshka":
+        return nn.MatryoshkaBatchTopKSAE(D_IN, D_SAE, 4, threshold_rate=0.25, widths=(7, D_SAE), **options).to(device)
+    if kind in ("standard", "gated"):
+        model = {"standard": nn.StandardSAE, "gated": nn.GatedSAE}[kind](D_IN, D_SAE, **options).to(device)
+        torch.nn.init.normal_(model.W_enc, std=0.3)
+        # So few latents fire that some stay silent for a step.
+        torch.nn.init.constant_(model.b_enc if kind == "standard" else model.b_gate, -1.0)
+        return model
     if kind == "transcoder":
         model = nn.Transcoder(D_IN, D_OUT, D_SAE, 4, **options).to(device)
         # From 0 nothing but the decoder would train in the first steps.
@@ -96,7 +105,7 @@ def assert_same(got: Any, want: Any, what: str) -> None:
 def case_sharded_training(rank: int, world: int, device: torch.device) -> None:
     """Losses, statistics, the threshold and, once gathered, the parameters are those of one process."""
     x, compared = batches(12, device).view(STEPS, 3, 4, D_IN), []
-    for kind, options in [*((kind, {}) for kind in KINDS), *VARIANTS.items()]:
+    for kind, options in [*((kind, {}) for kind in SHARDED), *VARIANTS.items()]:
         one = make(kind, device, **options)
         begun = {name: tensor.clone() for name, tensor in one.state_dict().items()}
         model = nn.shard_sae(one)
@@ -163,7 +172,7 @@ def train_unevenly(parallel: torch.nn.Module, x: Tensor) -> None:
 
 
 def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
-    for kind in KINDS:
+    for kind in SHARDED:
         one = make(kind, device, dtype=torch.bfloat16)
         if kind.endswith("steered"):
             # What is loaded has begun, whatever it was before.
@@ -189,6 +198,8 @@ def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
 def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
     with pytest.raises(TypeError, match=r"nn\.shard_sae: model must be a TopKSAE, .* got Linear"):
         nn.shard_sae(torch.nn.Linear(2, 2))  # type: ignore[type-var]
+    with pytest.raises(TypeError, match=r"got MatryoshkaBatchTopKSAE\. Use nn\.data_parallel_sae for it"):
+        nn.shard_sae(make("matryoshka", device))
     model = make("topk", device)
     with pytest.raises(TypeError, match=r"nn\.shard_sae: model must be whole, got one that nn\.shard_sae made"):
         nn.shard_sae(nn.shard_sae(model))
@@ -212,7 +223,7 @@ def one_process(kind: str, x: Tensor, world: int, device: torch.device) -> tuple
         mean = type(seen[0])(*(torch.stack(found).mean(0) for found in zip(*seen)))
         for name, start in one.begin_(one.W_enc, mean).items():
             one.get_parameter(name).data.copy_(start)
-    if kind != "batchtopk":
+    if kind not in ("batchtopk", "matryoshka"):
         return one, train(one, lambda batch: one.loss(*given(one, batch)).loss, x)
     # The statistics of each batch from the same begin, as the ranks have them.
     before = {name: buffer.clone() for name, buffer in one.named_buffers()}

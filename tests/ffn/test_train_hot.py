@@ -9,7 +9,7 @@ from gossamer._core.ops import INTERPRET
 from gossamer.ffn.costs import hot_bound
 from gossamer.ffn.records import SparseTraining
 from gossamer.ffn.sparse_training import sparse_training
-from gossamer.rowsparse.formats import empty_twell
+from gossamer.rowsparse.formats import empty_twell, sums_over_rows
 from tests.ffn.trained import check, drawn, leaves, operator_arguments, reference, taken
 
 pytestmark = pytest.mark.kernels
@@ -106,3 +106,48 @@ def test_penalty_and_counts(
         torch.testing.assert_close(
             result.double(), exactly, rtol=2e-5, atol=2e-5 * float(exactly.abs().max()), msg=name
         )
+
+
+@pytest.mark.parametrize("gated", [True, False])
+def test_slots_not_in_use_take_no_part(
+    gated: bool, device: torch.device, generator: torch.Generator, soon: Any
+) -> None:
+    """A neuron without a slot that is nowhere active changes nothing, and has gradients of 0, though its weights and
+    rows of x and of the output's gradient are not finite."""
+    a, grad = drawn(SHAPE, torch.float32, device, generator, 2.0)
+    a["gate_bias"][5:50:5] = 4.0
+    a["gate_bias"][0] = -1.0
+    a["x"][:, 0] = -a["x"][:, 0].abs() - 0.1
+    a["gate"][:, 1] = -1.0
+    a["x"][:, 1] = 0.0
+    a["gate"][0] = 0.0
+    a["gate"][0, 1] = -1.0
+    a = taken(a, gated)
+    worse = {name: t.clone() for name, t in a.items()}
+    worse["gate"][0, 0] = torch.inf
+    worse["down"][:, 0] = torch.nan
+    if gated:
+        worse["up"][0], worse["up_bias"][0] = torch.nan, torch.inf
+
+    def both(operands: dict[str, torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
+        ours = leaves(operands)
+        found = sparse_training(SparseTraining(*operator_arguments(ours, SHAPE[2], SHAPE[0] * SHAPE[2], 256, 144)))
+        hot = found[9]
+        assert 8 < int(hot[0]) < 144 and 0 not in hot[2 : 2 + int(hot[0])].tolist()
+        return [found[0].detach(), *torch.autograd.grad(found[0], list(ours.values()), grad)]
+
+    for one, other in zip(both(worse, grad), both(a, grad), strict=True):
+        assert other.isfinite().all() and torch.equal(one, other)
+    # No neuron is active in row 3, where x is not finite.
+    worse["x"][3, 1] = torch.inf
+    grad[3] = torch.inf
+    found = dict(zip(["out", *worse], both(worse, grad), strict=True))
+    assert not found["gate"][0].any() and not found["down"][:, 0].any() and not found["gate_bias"][0]
+    assert not gated or not (found["up"][0].any() or found["up_bias"][0].any())
+
+
+@pytest.mark.parametrize("m", [0, 5, 512, 777])
+def test_sums_over_rows(m: int, device: torch.device, generator: torch.Generator) -> None:
+    rows = torch.randn(m, 3, 40, device=device, generator=generator)[:, 1].bfloat16()
+    exact = rows.double().sum(0)
+    torch.testing.assert_close(sums_over_rows(rows, torch.float32).double(), exact, rtol=1e-5, atol=1e-4)

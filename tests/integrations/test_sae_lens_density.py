@@ -142,3 +142,38 @@ def test_warm_up_takes_both_paths(device: torch.device, monkeypatch: pytest.Monk
     monkeypatch.setattr(DensityTracker, "check_pinned", spy)
     gossamer.warm_up(sae, inference.activations(device))
     assert taken == {"sparse", "dense"} and density.pinned is None and density.last_path is None
+
+
+@pytest.mark.native
+def test_small_decoders_are_compiled_once_for_many_numbers_of_rows() -> None:
+    sae = inference.make("standard", torch.device("cpu"))
+    patch(sae)
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    decode = torch.compile(sae.decode, backend=count, fullgraph=True)
+    with torch.no_grad():
+        for rows in range(3, 9):
+            decode(torch.rand(rows, sae.W_dec.shape[0]))
+    assert len(graphs) <= 2
+
+
+@pytest.mark.native
+def test_a_small_pass_within_a_pass_takes_no_turn_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    sae = inference.make("standard", torch.device("cpu"))
+    density = patch(sae).density
+    monkeypatch.setattr("gossamer.integrations.sae_lens._is_small", lambda self, x, name: len(x) == 2)
+    x = inference.activations(torch.device("cpu"))
+
+    def inner(module: Any, args: Any, out: Any) -> None:
+        if len(out) != 2:
+            sae(x[:2])
+
+    with torch.no_grad():
+        plain = sae(x)
+        sae.hook_sae_input.register_forward_hook(inner)
+        density.last_path = None
+        assert torch.equal(sae(x), plain) and density.last_path == "sparse"

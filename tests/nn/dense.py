@@ -21,6 +21,7 @@ class Terms(NamedTuple):
     l0: Tensor
     reconstruction: Tensor
     dead_loss: Tensor
+    further_mse: Tensor
 
 
 class Jump(torch.autograd.Function):
@@ -44,6 +45,8 @@ class Jump(torch.autograd.Function):
 def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
     """What `model.loss` returns for x `[M, d_in]`; like it, it counts steps since a latent fired."""
     jump = isinstance(model, nn.JumpReLUSAE)
+    if isinstance(model, nn.StandardSAE | nn.GatedSAE):
+        return _penalised(model, x)
     inner = x if jump or isinstance(model, nn.Transcoder) else x - model.b_dec
     z = inner @ model.W_enc + model.b_enc
     norms = model.W_dec.norm(dim=1)
@@ -87,7 +90,32 @@ def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
         top = pre.topk(model.aux_k).indices
         explained = torch.zeros_like(z).scatter(1, top, pre.gather(1, top).relu()) @ model.W_dec
         dead_loss = model.aux_coefficient * (explained - residual.detach()).square().sum(-1).mean()
-    return Terms(mse + penalty + dead_loss, mse, penalty, l0.detach().mean(), output, dead_loss)
+    further = z.new_zeros(())
+    if isinstance(model, nn.MatryoshkaSAE | nn.MatryoshkaBatchTopKSAE):
+        for width, weight in zip(model.widths, model.inner_weights):
+            inner_error = acts[:, :width] @ model.W_dec[:width] + model.b_dec - x
+            further = further + weight * inner_error.square().sum(-1).mean()
+    total = mse + penalty + dead_loss + further
+    return Terms(total, mse, penalty, l0.detach().mean(), output, dead_loss, further)
+
+
+def _penalised(model: Any, x: Tensor) -> Terms:
+    """The recipes with an L1 penalty: Conerly et al. 2024; Rajamanoharan et al. 2024 with decoder norms of 1, which the
+    penalty does not train."""
+    z, norms, further = (x - model.b_dec) @ model.W_enc, model.W_dec.norm(dim=1), x.new_zeros(())
+    if isinstance(model, nn.GatedSAE):
+        penalised, norms = (z + model.b_gate).relu(), norms.detach()
+        acts = (z + model.b_gate > 0) * (z * model.r_mag.exp() + model.b_mag).relu()
+        by_gate = penalised @ model.W_dec.detach() + model.b_dec.detach()
+        further = (by_gate - x).square().sum(-1).mean()
+    else:
+        acts = penalised = (z + model.b_enc).relu()
+    output = acts @ model.W_dec + model.b_dec
+    mse, penalty = (x - output).square().sum(-1).mean(), model.l1_coefficient * (penalised * norms).sum(-1).mean()
+    with torch.no_grad():
+        model.steps_since_fired.copy_(torch.where((acts > 0).any(0), 0, model.steps_since_fired + 1))
+    l0 = (acts != 0).sum(-1).to(z.dtype).mean()
+    return Terms(mse + penalty + further, mse, penalty, l0, output, x.new_zeros(()), further)
 
 
 def gradients(terms: Any, model: torch.nn.Module) -> dict[str, Tensor]:
@@ -103,13 +131,18 @@ def compare(model: Any, x: Tensor, y: Tensor | None = None) -> tuple[nn.SAELoss,
     given = (x,) if y is None else (x, y)
     got, usual, wanted = model.loss(*given), loss(plain, *given), loss(exact, *(t.double() for t in given))
     assert_close(got.reconstruction, reference64=wanted.reconstruction, plain=usual.reconstruction)
-    for name in ("loss", "mse", "l0_penalty", "l0", "dead_loss"):
+    for name in ("loss", "mse", "l0_penalty", "l0", "dead_loss", "further_mse"):
         # A single number of plain PyTorch may be right by luck.
         torch.testing.assert_close(getattr(got, name).double(), getattr(wanted, name).double(), rtol=2e-6, atol=0)
     grads, plain_grads, exact_grads = gradients(got, model), gradients(usual, plain), gradients(wanted, exact)
+    # b_dec has 16 numbers, of which plain PyTorch may have all right by luck: each sums the errors of all rows, of each
+    # width, and the gradients of encoders.
+    error = ((x if y is None else y) - wanted.reconstruction).norm(dim=0) * 2 / len(x)
+    sums: dict[str, Any] = {"length": 4 * len(x), "magnitude": error}
     for name, grad in grads.items():
         assert grad.dtype is model.get_parameter(name).dtype
-        assert_close(grad, reference64=exact_grads[name], plain=plain_grads[name], name=name)
+        budget = sums if name == "b_dec" else {}
+        assert_close(grad, reference64=exact_grads[name], plain=plain_grads[name], name=name, **budget)
     assert torch.equal(model.steps_since_fired, exact.steps_since_fired)
     return got, grads
 
@@ -137,6 +170,13 @@ def make(kind: str, device: torch.device, **options: Any) -> Any:
         model: Any = nn.TopKSAE(D_IN, D_SAE, 6, device=device, **options)
     elif kind == "batchtopk":
         model = nn.BatchTopKSAE(D_IN, D_SAE, 6, device=device, **options)
+    elif kind in ("matryoshka", "matryoshka batch"):
+        made = nn.MatryoshkaSAE if kind == "matryoshka" else nn.MatryoshkaBatchTopKSAE
+        model = made(D_IN, D_SAE, 6, device=device, **{"widths": (8, 30, D_SAE)} | options)
+    elif kind == "standard":
+        model = nn.StandardSAE(D_IN, D_SAE, device=device, **options)
+    elif kind == "gated":
+        model = nn.GatedSAE(D_IN, D_SAE, device=device, **options)
     elif kind == "transcoder":
         model = nn.Transcoder(D_IN, D_OUT, D_SAE, 6, device=device, **options)
     else:

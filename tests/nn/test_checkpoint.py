@@ -15,6 +15,7 @@ from torch.nn.utils import prune
 from gossamer import nn
 
 D_IN, D_SAE, K = 12, 64, 5
+KINDS = ("topk", "batchtopk", "jumprelu", "matryoshka", "standard", "gated")
 
 
 def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) -> Any:
@@ -24,12 +25,18 @@ def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32) ->
     elif kind == "batchtopk":
         model = nn.BatchTopKSAE(D_IN, D_SAE, K, threshold_rate=0.5, capacity=30, dtype=dtype, device=device)
         model.threshold.fill_(0.3)
+    elif kind == "matryoshka":
+        options: dict[str, Any] = {"widths": (7, 20, D_SAE), "inner_weights": (0.5, 1.0), "threshold_rate": 0.5}
+        model = nn.MatryoshkaBatchTopKSAE(D_IN, D_SAE, K, **options, dtype=dtype, device=device)
+        model.threshold.fill_(0.3)
+    elif kind in ("standard", "gated"):
+        model = {"standard": nn.StandardSAE, "gated": nn.GatedSAE}[kind](D_IN, D_SAE, dtype=dtype, device=device)
     else:
         options = {"bandwidth": 0.2, "l0_coefficient": 0.3, "initial_threshold": 0.4, "capacity": 40}
         model = nn.JumpReLUSAE(D_IN, D_SAE, **options, dtype=dtype, device=device)
         model.log_threshold.data += 0.1 * torch.randn(D_SAE, device=device)
-    for name in ("W_enc", "b_enc", "b_dec"):
-        parameter = getattr(model, name)
+    for name in ("W_enc", "b_enc", "b_dec", "b_gate", "b_mag", "r_mag"):
+        parameter = getattr(model, name, torch.empty(0, device=device))
         parameter.data += 0.2 * torch.randn(parameter.shape, device=device)
     return model
 
@@ -38,7 +45,7 @@ def inputs(device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(30, D_IN, generator=torch.Generator().manual_seed(1)).to(device, dtype)
 
 
-@pytest.mark.parametrize("kind", ["topk", "batchtopk", "jumprelu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(kind: str, dtype: torch.dtype, device: torch.device, tmp_path: Path) -> None:
     model, x = make(kind, device, dtype), inputs(device, dtype)
     model.train()(x)
@@ -67,6 +74,10 @@ AUX = {"aux_coefficient": 0.5, "aux_k": 3, "dead_after": 17}
 SETTINGS: dict[str, dict[str, Any]] = {
     "TopKSAE": {"k": 5, **AUX},
     "BatchTopKSAE": {"k": 5, "threshold_rate": 0.5, "capacity": 30, **AUX},
+    "MatryoshkaSAE": {"k": 5, "widths": (7, 20, D_SAE), "inner_weights": (0.5, 1.0), **AUX},
+    "MatryoshkaBatchTopKSAE": {"k": 5, "widths": (7, D_SAE), "inner_weights": (0.5,), "capacity": 30, **AUX},
+    "StandardSAE": {"l1_coefficient": 0.3, "dead_after": 17},
+    "GatedSAE": {"l1_coefficient": 0.3, "dead_after": 17},
     "JumpReLUSAE": {
         **{"bandwidth": 0.2, "l0_coefficient": 0.3, "capacity": 40, "penalty": "quadratic", "target_l0": 4.0},
         **{"tanh_scale": 3.0, "ste_to_input": True, "pre_act_coefficient": 0.1, "dead_after": 17},
@@ -75,7 +86,10 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 # sparsify has TopK alone.
-@pytest.mark.parametrize("kind, layout", [*((kind, "sae_lens") for kind in SETTINGS), ("TopKSAE", "sparsify")])
+@pytest.mark.parametrize(
+    "kind, layout",
+    [*((kind, "sae_lens") for kind in SETTINGS), *((kind, "sparsify") for kind in ("TopKSAE", "MatryoshkaSAE"))],
+)
 def test_settings(kind: str, layout: str, device: torch.device, tmp_path: Path) -> None:
     """What training needs comes back too, and SAELens does not mind it; older files have less, or nothing."""
     model = getattr(nn, kind)(D_IN, D_SAE, **SETTINGS[kind], device=device)
@@ -95,15 +109,18 @@ def test_settings(kind: str, layout: str, device: torch.device, tmp_path: Path) 
             torch.testing.assert_close(sae(inputs(device)), again.eval()(inputs(device)), rtol=1e-4, atol=1e-5)
     config = json.loads((tmp_path / "cfg.json").read_text())
     holder = config["metadata"] if layout == "sae_lens" else config
-    old = {"TopKSAE": (), "BatchTopKSAE": ("k", "threshold_rate", "capacity")}
+    old = {"TopKSAE": (), "BatchTopKSAE": ("k", "threshold_rate", "capacity"), "StandardSAE": (), "GatedSAE": ()}
+    old |= {"MatryoshkaSAE": ("widths",), "MatryoshkaBatchTopKSAE": ("k", "widths")}
     holder["gossamer"] = {name: SETTINGS[kind][name] for name in old.get(kind, ("bandwidth", "capacity"))}
     (tmp_path / "cfg.json").write_text(json.dumps(config))
-    defaults = getattr(nn, kind)(D_IN, D_SAE, **({"k": 5} if "k" in SETTINGS[kind] else {}))
+    needed = {name: SETTINGS[kind][name] for name in ("k", "widths") if name in SETTINGS[kind]}
+    defaults = getattr(nn, kind)(D_IN, D_SAE, **needed)
     assert settings(nn.load_sae(tmp_path)) == settings(defaults) | holder["gossamer"]
     del holder["gossamer"]
     (tmp_path / "cfg.json").write_text(json.dumps(config))
-    # Without a word of ours a BatchTopK is what SAELens takes it for.
-    assert type(nn.load_sae(tmp_path)).__name__ == ("JumpReLUSAE" if kind == "BatchTopKSAE" else kind)
+    # Without a word of ours each is the class that the other library takes it for.
+    plain = {"BatchTopKSAE": "JumpReLUSAE", "MatryoshkaBatchTopKSAE": "JumpReLUSAE", "MatryoshkaSAE": "TopKSAE"}
+    assert type(nn.load_sae(tmp_path)).__name__ == plain.get(kind, kind)
 
 
 def test_dtype_of_the_reader(device: torch.device, tmp_path: Path) -> None:
@@ -137,13 +154,14 @@ def test_sparsify(device: torch.device, tmp_path: Path) -> None:
     torch.testing.assert_close(model(x), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["topk", "batchtopk", "jumprelu"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_sae_lens_loads_it(kind: str, device: torch.device, tmp_path: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
     model, x = make(kind, device), inputs(device)
     nn.save_sae(model, tmp_path)
     sae = sae_lens.SAE.load_from_disk(tmp_path, device=str(device))
-    assert type(sae).__name__ == ("TopKSAE" if kind == "topk" else "JumpReLUSAE")
+    theirs = {"topk": "TopKSAE", "standard": "StandardSAE", "gated": "GatedSAE"}
+    assert type(sae).__name__ == theirs.get(kind, "JumpReLUSAE")
     model.eval()
     with torch.no_grad():
         torch.testing.assert_close(sae(x), model(x), rtol=1e-4, atol=1e-5)
@@ -154,7 +172,7 @@ def test_sae_lens_loads_it(kind: str, device: torch.device, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("subtract", [True, False])
-@pytest.mark.parametrize("kind", ["topk", "topk, rescaled", "jumprelu"])
+@pytest.mark.parametrize("kind", ["topk", "topk, rescaled", "jumprelu", "standard", "gated"])
 def test_it_loads_what_sae_lens_saves(kind: str, subtract: bool, device: torch.device, tmp_path: Path) -> None:
     pytest.importorskip("sae_lens")
     from sae_lens.registry import get_sae_class
@@ -253,6 +271,8 @@ LOADED = {"bandwidth": 0.07, "l0_coefficient": 5, "tanh_scale": 3.0, "ste_to_inp
         ),
         ("topk", {"k": K, "aux_loss_coefficient": 0.7}, {"aux_coefficient": 0.7}),
         ("topk", {"k": K}, {"aux_coefficient": 1.0}),
+        ("standard", {"l1_coefficient": 3.0}, {"l1_coefficient": 3.0}),
+        ("gated", {"l1_coefficient": 3.0}, {"l1_coefficient": 3.0}),
     ],
 )
 def test_settings_of_sae_lens(
@@ -273,7 +293,9 @@ def test_settings_of_sae_lens(
     # SAELens knows nothing of our settings: from here on it trains with those of its own, and its file says so.
     TrainingSAE.load_from_disk(tmp_path / "ours").save_model(tmp_path / "last")
     again, default = nn.load_sae(tmp_path / "last"), config_class(d_in=D_IN, d_sae=D_SAE)
-    if architecture == "topk":
+    if architecture in ("standard", "gated"):
+        assert again.l1_coefficient == default.l1_coefficient
+    elif architecture == "topk":
         assert again.aux_coefficient == default.aux_loss_coefficient
     else:
         assert again.bandwidth == default.jumprelu_bandwidth and again.pre_act_coefficient == 0.0
@@ -321,7 +343,7 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
         nn.save_sae(torch.nn.Linear(2, 2), tmp_path)
     with pytest.raises(ValueError, match="layout must be"):
         nn.save_sae(make("topk", device), tmp_path, layout="pickle")
-    with pytest.raises(ValueError, match="no place for thresholds"):
+    with pytest.raises(ValueError, match="has TopK alone, and no place for a JumpReLUSAE"):
         nn.save_sae(make("jumprelu", device), tmp_path, layout="sparsify")
     with pytest.raises(FileNotFoundError, match=r"nn\.load_sae: .* must hold cfg\.json and sae_weights\.safet"):
         nn.load_sae(tmp_path)
@@ -330,7 +352,8 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
         nn.load_sae(tmp_path, dtype=torch.int8)
     config = json.loads((tmp_path / "cfg.json").read_text())
     for change, message in (
-        ({"architecture": "gated"}, 'architecture = \'gated\'; these modules are "topk" and "jumprelu"'),
+        ({"architecture": "temporal"}, 'architecture = \'temporal\'; these modules are "topk", "jumprelu", "stand'),
+        ({"architecture": "gated"}, r"must hold b_gate \[64\] by cfg.json, got nothing"),
         ({"normalize_activations": "layer_norm"}, "normalize_activations = 'layer_norm'"),
         ({"k": 0}, "must have k, an int of at least 1, got 0"),
         ({"d_sae": 65}, r"must hold W_enc \[12, 65\] by cfg.json, got \[12, 64\]"),

@@ -13,7 +13,10 @@ from tests.nn import dense
 
 AUX = {"aux_coefficient": 0.3, "aux_k": 8}
 PRE = {"pre_act_coefficient": 0.05}
-KINDS: dict[str, dict[str, Any]] = {"topk": AUX, "batchtopk": AUX, "transcoder": AUX | {"skip": True}, "jumprelu": PRE}
+KINDS: dict[str, dict[str, Any]] = {
+    **{"topk": AUX, "batchtopk": AUX, "matryoshka": AUX},
+    **{"transcoder": AUX | {"skip": True}, "jumprelu": PRE},
+}
 
 
 def model_with_dead(kind: str, x: Tensor, dead: int, **options: Any) -> Any:
@@ -30,7 +33,7 @@ def test_loss_and_gradients(kind: str, dead: int, device: torch.device, generato
     model = model_with_dead(kind, x, dead)
     got, grads = dense.compare(model, *dense.given(model, x))
     assert int(model.dead().sum()) == dead and bool(got.dead_loss > 0) == (dead > 0)
-    torch.testing.assert_close(got.loss, got.mse + got.l0_penalty + got.dead_loss)
+    torch.testing.assert_close(got.loss, got.mse + got.l0_penalty + got.further_mse + got.dead_loss)
     if dead:
         # Whoever fires gets what it gets without the dead, and some of the dead get something.
         gone = model.dead()
@@ -156,7 +159,7 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
     [
         ({"aux_coefficient": -0.1}, ValueError, "aux_coefficient must be at least 0 and finite, got -0.1"),
         ({"aux_coefficient": None}, TypeError, "aux_coefficient must be a number, got NoneType"),
-        ({"aux_k": 0}, ValueError, "aux_k must be at least 1, got 0"),
+        ({"aux_k": 0}, ValueError, "aux_k must be at least 1, got 0. aux_coefficient=0 leaves"),
         ({"aux_k": 2.0}, TypeError, "aux_k must be an int, got float"),
         ({"dead_after": 0}, ValueError, "dead_after must be at least 1, got 0"),
     ],

@@ -175,7 +175,7 @@ def test_a_loss_is_shown_in_a_line(device: torch.device, generator: torch.Genera
     model = nn.TopKSAE(16, 32, 4, device=device)
     loss = model.loss(torch.randn(3, 16, device=device, generator=generator))
     numbers = ", ".join(f"{name}={getattr(loss, name).item():.6g}" for name in ("loss", "mse", "l0_penalty", "l0"))
-    assert repr(loss) == f"SAELoss({numbers}, reconstruction=float32 [3, 16], dead_loss=0)"
+    assert repr(loss) == f"SAELoss({numbers}, reconstruction=float32 [3, 16], dead_loss=0, further_mse=0)"
     shapes = nn.SAELoss(*(part.to("meta") for part in loss))
     assert str(shapes).startswith("SAELoss(loss=float32 [], mse=float32 [], ")
 
@@ -293,6 +293,28 @@ def test_a_cast_leaves_the_threshold_wide(dtype: torch.dtype, device: torch.devi
         assert 0 < (model.threshold - before).abs() < 0.02 * before
     model.float().loss(x)
     assert model.threshold.dtype is torch.float32
+
+
+@pytest.mark.parametrize("options", [{"bandwidth": 0.5}, {"target_l0": 8}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_cast_leaves_learnt_thresholds_wide(
+    options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """In 16 bits a logarithm near 1 would not move by the thousandth that an optimizer adds."""
+    model = nn.JumpReLUSAE(D_IN, D_SAE, initial_threshold=0.4, **options, device=device)
+    x = sample(50, generator)
+    model.loss(x).loss.backward()
+    model.to(dtype)
+    assert model.W_enc.dtype is dtype and model.log_threshold.dtype is torch.float32
+    assert model.log_threshold.grad is not None and model.log_threshold.grad.dtype is torch.float32
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    before = model.log_threshold.detach().clone()
+    optimizer.zero_grad()
+    model.loss(x.to(dtype)).loss.backward()
+    moves = model.log_threshold.grad != 0
+    optimizer.step()
+    assert moves.any() and bool((model.log_threshold != before)[moves].all())
+    assert model.double().log_threshold.dtype is torch.float64
 
 
 def test_batchtopk_without_anything_to_follow(device: torch.device) -> None:

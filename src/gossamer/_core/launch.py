@@ -26,8 +26,10 @@ _INT32 = (1 << 31) - 1
 _COUNTS = {"B", "G", "M", "T", "Tq", "ahead", "first", "groups", "heads", "lines", "padded", "parts", "room", "rows"}
 _COUNTS |= {"slots", "tokens"}
 """The names of kernel arguments that count rows, tokens or room, and change from call to call. Triton would compile a
-kernel three times: for 1, for multiples of 16 and for all others. The three have the same code but for lists that are
-read a few words at a time."""
+kernel three times: for 1, for multiples of 16 and for all others. The three have the same code but for a program's few
+words of lists, one for each of its rows. A kernel says `specialize` where the name is the pitch or the bound of
+neighbouring elements in any of its variants, so that these are read and written 16 bytes at a time: where rows are
+stored side by side, or one program goes through the words of all rows."""
 
 
 def kernel(fn: Any = None, specialize: tuple[str, ...] = (), **options: Any) -> Any:

@@ -98,7 +98,8 @@ def sparse_attention(
 
     Raises:
         ValueError: shapes or devices do not fit, D is above 256, scale is not above 0, or there is no such path, or
-            "decode" or pages are asked for with more than 16 queries, or page_size is no power of two.
+            "decode" or pages are asked for with more than 16 queries, or another path than "decode" with pages, or
+            page_size is no power of two.
         TypeError: dtypes differ, or selection is no `Selection`.
         NotImplementedError: a second derivative, a gradient with pages, or on the GPU more than 16 heads of the
             indexer.
@@ -122,7 +123,7 @@ def sparse_attention(
     scale = scale_of(OPERATOR, scale, q.shape[-1])
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
-    chosen = "decode" if page_table is not None else _path(path, q, selection)
+    chosen = _path(path, q, selection, page_table is not None)
     given = (q, k, v, selection.words, lengths, page_table, scale, causal, chosen)
     call = SparseAttention(*given, None, None, None, None, 1.0)
     if indexer is not None:
@@ -156,8 +157,13 @@ def choose_path(num_queries: int, num_keys: int) -> Path:
     return "tiles" if num_keys <= SHORT else "lists"
 
 
-def _path(path: str | None, q: Tensor, selection: Selection) -> str:
+def _path(path: str | None, q: Tensor, selection: Selection, paged: bool) -> str:
     num_queries = q.shape[2]
+    if paged and path not in (None, "decode"):
+        raise ValueError(
+            f"{OPERATOR}: with page_table, path must be decode, got {path!r}. Leave it None, or give k and v in one "
+            "piece."
+        )
     if path is None:
         return choose_path(num_queries, selection.num_keys)
     if path not in get_args(Path) or (path == "decode" and num_queries > FEW_QUERIES):

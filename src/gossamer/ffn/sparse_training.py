@@ -8,7 +8,7 @@ from torch import Tensor
 from gossamer._core.operator import register
 from gossamer.ffn._torch import sparse_training as _cpu
 from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
-from gossamer.rowsparse.formats import column_dtype, threshold_dtype
+from gossamer.rowsparse.formats import column_dtype, sums_over_rows, threshold_dtype
 
 
 def _fake(call: SparseTraining) -> Trained:
@@ -39,6 +39,7 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
     if grad is None:
         grad = x.new_zeros(x.shape[0], call.down_weight.shape[0])
     penalty = None if penalty is None else penalty.reshape(1)
+    wide = threshold_dtype(grad.dtype)
     values, columns, offsets, heavy, up_values, hot, hot_values = kept
     lists = (values, columns, offsets, heavy, up_values, hot, hot_values)
     dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(grad, penalty, *call[:7], *lists, call.squared))
@@ -49,7 +50,7 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
         "up_weight": None if call.up_weight is None else up,
         "up_bias": None if up_bias is None else sums[1].to(up_bias.dtype),
         "down_weight": down,
-        "down_bias": None if down_bias is None else grad.sum(0, dtype=threshold_dtype(grad.dtype)).to(down_bias.dtype),
+        "down_bias": None if down_bias is None else sums_over_rows(grad, wide).to(down_bias.dtype),
     }
 
 

@@ -52,6 +52,9 @@ SLOTS = 64
 """
 HOT, STEP = 320, 64
 """Hot neurons at most, and in what steps there are columns for them: dense products take as long for any number."""
+WORTH = 8
+"""Hot neurons from which on these have columns: the first STEP columns take as long as 7 entries of each row in lists.
+By chance the rows that are counted have a neuron or two more often than all rows have."""
 MOST = 1 << 30
 """Entries in lists at most: 32 bits hold their places."""
 
@@ -86,9 +89,11 @@ def heavy_limit(n: int) -> int:
 
 
 def columns_for(known: Density | None, n: int) -> int:
-    """How many hot neurons have a column: as many as there were in the last call that is known."""
+    """How many hot neurons have a column: as many as there were in the last call that is known, or none."""
     most = min(HOT, max(16, n // 8 // 16 * 16))
-    return most if known is None else min(most, -(-int(known.mean) // STEP) * STEP)
+    if known is None:
+        return most
+    return 0 if known.mean < WORTH else min(most, -(-int(known.mean) // STEP) * STEP)
 
 
 def pays(known: Density | None, hot: Density | None, block: Block, sizes: tuple[int, int, int, int]) -> bool:
@@ -195,9 +200,9 @@ def sampled_gate(block: Block) -> tuple[Tensor, Tensor]:
 def hot_neurons(fired: Tensor, rows: int, size: int) -> Tensor:
     """Which neurons, `[..., N]`, have columns of dense products if they had so many entries in so many rows."""
     least, columns = hot_bound(rows, size, fired.device), columns_for(None, fired.shape[-1])
-    # Of neurons that are as frequent as the first without a column none is counted.
-    first = fired.topk(min(columns + 1, fired.shape[-1])).values[..., -1:]
-    return fired > first.clamp(min=least)
+    # Of neurons that are as frequent as the last with a column the first have columns, as on lists.
+    order = fired.argsort(dim=-1, descending=True, stable=True)[..., :columns]
+    return torch.zeros_like(fired, dtype=torch.bool).scatter_(-1, order, True) & (fired > least)
 
 
 def light_mean(fired: Tensor, rows: int, size: int) -> Tensor:

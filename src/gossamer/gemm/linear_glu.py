@@ -46,8 +46,8 @@ def linear_glu(
 
     Returns:
         `[..., N]` in the dtype of the weights, differentiable in x, weights and biases. Sums and gating are float32
-        (float64 for float64). On Hopper the result is rounded once; where the library multiplies (docs/gemm.md) its
-        products are rounded before they are gated.
+        (float64 for float64). The result is rounded once on a GPU with few rows, and on Hopper from M * N * K of 2e10
+        on; where the library multiplies (docs/gemm.md) its products are rounded before they are gated.
 
     Raises:
         ValueError: shapes or devices do not fit, or an unknown activation.

@@ -6,11 +6,14 @@ from gossamer.nn.block_sparse_linear import BlockSparseLinear
 from gossamer.nn.block_sparse_rowwise import BlockSparseRowwise
 from gossamer.nn.checkpoint import load_sae, save_sae
 from gossamer.nn.distributed import data_parallel_sae, shard_sae
+from gossamer.nn.gated import GatedSAE
 from gossamer.nn.gated_sparse_attention import GatedSparseAttention
 from gossamer.nn.jumprelu import JumpReLUSAE
+from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
 from gossamer.nn.mlp import MLP, GatedMLP
 from gossamer.nn.neuron_parallel import NeuronParallel
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, TopKSAE
+from gossamer.nn.standard import StandardSAE
 from gossamer.nn.transcoder import Transcoder
 
 __all__ = [
@@ -20,11 +23,15 @@ __all__ = [
     "BlockSparseLinear",
     "BlockSparseRowwise",
     "GatedMLP",
+    "GatedSAE",
     "GatedSparseAttention",
     "JumpReLUSAE",
     "MLP",
+    "MatryoshkaBatchTopKSAE",
+    "MatryoshkaSAE",
     "NeuronParallel",
     "SAELoss",
+    "StandardSAE",
     "TopKSAE",
     "Transcoder",
     "data_parallel_sae",

@@ -13,8 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer._core import checks, files
+from gossamer.nn.gated import GatedSAE
 from gossamer.nn.jumprelu import JumpReLUSAE
+from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
 from gossamer.nn.sae import BatchTopKSAE, SparseAutoencoder, TopKSAE
+from gossamer.nn.standard import StandardSAE
 from gossamer.nn.transcoder import Transcoder
 
 _CONFIG = "cfg.json"
@@ -23,30 +26,42 @@ _STATISTICS = ("firing_counts", "steps_since_fired")
 _STEERING = ("input_scale", "steering")
 _NEUTRAL = {"normalize_activations": "none", "reshape_activations": "none"}
 
-Model = TopKSAE | BatchTopKSAE | JumpReLUSAE | Transcoder
+Model = TopKSAE | BatchTopKSAE | JumpReLUSAE | StandardSAE | GatedSAE | Transcoder
 
 _AUX = ("aux_coefficient", "aux_k", "dead_after")
+_NESTED = ("widths", "inner_weights")
+_BATCH = ("k", "threshold_rate", "capacity", *_AUX)
 _SETTINGS: dict[type[Model], tuple[str, ...]] = {
+    MatryoshkaSAE: (*_NESTED, *_AUX),
+    MatryoshkaBatchTopKSAE: (*_NESTED, *_BATCH),
     TopKSAE: _AUX,
     Transcoder: ("d_out", *_AUX),
-    BatchTopKSAE: ("k", "threshold_rate", "capacity", *_AUX),
+    BatchTopKSAE: _BATCH,
+    StandardSAE: ("l1_coefficient", "dead_after"),
+    GatedSAE: ("l1_coefficient", "dead_after"),
     JumpReLUSAE: (
         *("bandwidth", "l0_coefficient", "capacity", "penalty", "target_l0", "tanh_scale"),
         *("ste_to_input", "pre_act_coefficient", "dead_after", "warm_up", "initial_threshold"),
     ),
 }
-"""Settings that only training needs and that neither layout holds: they are written under this package's name."""
+"""Settings that only training needs and that neither layout holds: they are written under this package's name. A class
+stands before those that it is derived from."""
 
 _OWN: dict[type[Model], set[str]] = {
-    TopKSAE: set(),
-    Transcoder: {"W_skip"},
-    BatchTopKSAE: {"threshold"},
-    JumpReLUSAE: {"log_threshold"},
+    TopKSAE: {"b_enc"},
+    Transcoder: {"b_enc", "W_skip"},
+    BatchTopKSAE: {"b_enc", "threshold"},
+    JumpReLUSAE: {"b_enc", "log_threshold"},
+    StandardSAE: {"b_enc"},
+    GatedSAE: {"b_gate", "b_mag", "r_mag"},
 }
-"""Tensors beside the two weights and biases."""
+"""Tensors beside the two weights and b_dec."""
 
 _SETTINGS_OF_SAE_LENS: dict[type[Model], dict[str, str]] = {
     TopKSAE: {"aux_loss_coefficient": "aux_coefficient"},
+    MatryoshkaSAE: {"aux_loss_coefficient": "aux_coefficient"},
+    StandardSAE: {"l1_coefficient": "l1_coefficient"},
+    GatedSAE: {"l1_coefficient": "l1_coefficient"},
     JumpReLUSAE: {
         "jumprelu_bandwidth": "bandwidth",
         "jumprelu_sparsity_loss_mode": "penalty",
@@ -67,10 +82,10 @@ def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> N
         model: the autoencoder, on any device.
         folder: made if it is not there; files of the same names are replaced, each whole or not at all.
         layout: `"sae_lens"` writes `cfg.json`, `sae_weights.safetensors` (`log_threshold` as `threshold`; BatchTopK as
-            the JumpReLU that it is when it is not trained). `"sparsify"` writes `cfg.json` and `sae.safetensors`, and
-            is for `TopKSAE` and `Transcoder`; sparsify does not read one with d_in other than d_out.
-            Beside either lies `training_state.safetensors` with the firing statistics, which those libraries do not
-            read.
+            the JumpReLU that it is when it is not trained; nested widths as settings of this package). `"sparsify"`
+            writes `cfg.json` and `sae.safetensors`, and is for `TopKSAE`, `MatryoshkaSAE` and `Transcoder`; sparsify
+            does not read one with d_in other than d_out. Beside either lies `training_state.safetensors` with the
+            firing statistics, which those libraries do not read.
 
     Raises:
         TypeError: model is no autoencoder of this package, a slice of one (`shard_sae`), or one with other tensors than
@@ -91,7 +106,10 @@ def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> N
     if layout not in ("sae_lens", "sparsify"):
         raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
     if layout == "sparsify" and not isinstance(model, TopKSAE | Transcoder):
-        raise ValueError(f'{operator}: layout="sparsify" has no place for thresholds. Use layout="sae_lens".')
+        raise ValueError(
+            f'{operator}: layout="sparsify" has TopK alone, and no place for a {type(model).__name__}. '
+            'Use layout="sae_lens".'
+        )
     if isinstance(model, Transcoder) and layout == "sae_lens":
         raise ValueError(
             f'{operator}: layout="sae_lens" has no place for a TopK Transcoder, and SAELens has no such module. '
@@ -103,7 +121,7 @@ def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> N
         # The parameters behind the biases are in units of the scale.
         tensors |= {"b_enc": model.b_enc.detach(), "b_dec": model.b_dec.detach()}
         del tensors["scaled_b_enc"], tensors["scaled_b_dec"]
-    own = {"W_enc", "b_enc", "W_dec", "b_dec"} | next(names for kind, names in _OWN.items() if isinstance(model, kind))
+    own = {"W_enc", "W_dec", "b_dec"} | next(names for kind, names in _OWN.items() if isinstance(model, kind))
     if strange := sorted(tensors.keys() - own | own - tensors.keys() - {"W_skip"}):
         raise TypeError(
             f"{operator}: the layouts have no place for {', '.join(strange)} of model: it is parametrized, pruned or a "
@@ -128,6 +146,9 @@ def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> N
         elif isinstance(model, BatchTopKSAE):
             tensors["threshold"] = model.threshold.expand(model.d_sae)
             config = {"architecture": "jumprelu", "apply_b_dec_to_input": True}
+        elif isinstance(model, StandardSAE | GatedSAE):
+            architecture = "standard" if isinstance(model, StandardSAE) else "gated"
+            config = {"architecture": architecture, "apply_b_dec_to_input": True}
         else:
             config = {"architecture": "topk", "apply_b_dec_to_input": True, "k": model.k}
             config["rescale_acts_by_decoder_norm"] = False
@@ -155,8 +176,9 @@ def load_sae(
         dtype: of the weights; None takes the file's. Biases and thresholds are float32 at least.
 
     Returns:
-        `TopKSAE`; `JumpReLUSAE`, which SAELens also makes of a BatchTopK SAE; `BatchTopKSAE`, where `save_sae`
-        wrote one; or `Transcoder`, for a transcoder of sparsify or a skip connection. Whether b_dec is subtracted
+        `TopKSAE`, `StandardSAE` or `GatedSAE`; `JumpReLUSAE`, which SAELens also makes of a BatchTopK or Matryoshka
+        SAE; `BatchTopKSAE`, `MatryoshkaSAE` or `MatryoshkaBatchTopKSAE`, where `save_sae` wrote one; or `Transcoder`,
+        for a transcoder of sparsify or a skip connection. Whether b_dec is subtracted
         from the input, and decoder norms that rescale the selection, are folded into b_enc and the weights: the
         function is the same. Settings of training come from the files, or are the defaults: the settings that
         `save_sae` or SAELens's trainable SAEs wrote, as far as these modules have them (docs/sae.md lists them), and
@@ -247,15 +269,24 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
     wanted |= {"b_enc": (d_sae,), "b_dec": (d_in,)}
     if architecture == "topk":
         (k,) = _sizes(operator, folder, config, "k")
-        given = _given(TopKSAE, metadata) | _given_by_sae_lens(TopKSAE, config)
-        return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
+        kind: Any = _nested(TopKSAE, metadata)
+        given = _given(kind, metadata) | _given_by_sae_lens(kind, config)
+        return lambda **options: kind(d_in, d_sae, k, **given, **options), wanted
     if architecture == "jumprelu":
         # SAELens keeps the metadata of `save_sae`, also of thresholds into which it has folded decoder norms since.
         threshold = tensors.get("threshold", torch.zeros(1))
         alike = bool((threshold == threshold.flatten()[:1]).all())
-        kind: Any = BatchTopKSAE if alike and "k" in _given(BatchTopKSAE, metadata) else JumpReLUSAE
+        batch = alike and "k" in _given(BatchTopKSAE, metadata)
+        kind = _nested(BatchTopKSAE, metadata) if batch else JumpReLUSAE
         given = _given(kind, metadata) | _given_by_sae_lens(kind, config)
         return lambda **options: kind(d_in, d_sae, **given, **options), wanted | {"threshold": (d_sae,)}
+    if architecture in ("standard", "gated"):
+        kind = StandardSAE if architecture == "standard" else GatedSAE
+        given = _given(kind, metadata) | _given_by_sae_lens(kind, config)
+        if kind is GatedSAE:
+            del wanted["b_enc"]
+            wanted |= {name: (d_sae,) for name in sorted(_OWN[GatedSAE])}
+        return lambda **options: kind(d_in, d_sae, **given, **options), wanted
     way = "Load it with SAELens and use integrations.sae_lens.patch."
     if architecture in ("batchtopk", "matryoshka_batchtopk"):
         way = (
@@ -264,8 +295,8 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
             "TrainingSAE.load_from_disk and use integrations.sae_lens.patch."
         )
     raise OnlyInSAELens(
-        f'{operator}: {folder / _CONFIG} has architecture = {architecture!r}; these modules are "topk" and "jumprelu". '
-        + way
+        f'{operator}: {folder / _CONFIG} has architecture = {architecture!r}; these modules are "topk", "jumprelu", '
+        '"standard" and "gated". ' + way
     )
 
 
@@ -290,8 +321,15 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
     if transcode or skip:
         wanted |= {"W_skip": (d_out, d_in)} if skip else {}
         return lambda **options: Transcoder(d_in, d_out, d_sae, k, **given, **options), wanted
-    given = _given(TopKSAE, config)
-    return lambda **options: TopKSAE(d_in, d_sae, k, **given, **options), wanted
+    kind = _nested(TopKSAE, config)
+    given = _given(kind, config)
+    return lambda **options: kind(d_in, d_sae, k, **given, **options), wanted
+
+
+def _nested(kind: type[Model], metadata: dict[str, Any] | None) -> type[Any]:
+    """The class, or the one with nested widths that `save_sae` wrote in its place."""
+    nested = MatryoshkaSAE if kind is TopKSAE else MatryoshkaBatchTopKSAE
+    return nested if "widths" in _given(nested, metadata) else kind
 
 
 def _given(kind: type[Model], metadata: dict[str, Any] | None) -> dict[str, Any]:
@@ -336,8 +374,9 @@ def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str,
         tensors |= {name: wide[name] for name in ("W_enc", "W_dec", "b_enc")}
     subtracts = not isinstance(model, JumpReLUSAE | Transcoder)
     if config.get("apply_b_dec_to_input", True) != subtracts:
-        shift = wide["b_dec"] @ wide["W_enc"]
-        tensors["b_enc"] = wide["b_enc"] + (shift if subtracts else -shift)
+        shift = wide["b_dec"] @ wide["W_enc"] * (1 if subtracts else -1)
+        for name in {"b_enc", "b_gate", "b_mag"} & tensors.keys():
+            tensors[name] = wide[name] + (shift * wide["r_mag"].exp() if name == "b_mag" else shift)
     if isinstance(model, JumpReLUSAE):
         # Below 0 a threshold acts as 0, which has no logarithm; nothing lies between 0 and this.
         threshold = wide["threshold"].clamp(min=torch.finfo(torch.float32).tiny)

@@ -82,7 +82,7 @@ class JumpReLUSAE(SparseAutoencoder):
     >>> JumpReLUSAE(4, 16, target_l0=2).loss(torch.randn(32, 4)).loss.backward()
     """
 
-    _wide_buffers = ("input_scale", "steering")
+    _wide_tensors = ("log_threshold", "input_scale", "steering")
     scaled_b_enc: Tensor
     scaled_b_dec: Tensor
     input_scale: Tensor
@@ -194,8 +194,12 @@ class JumpReLUSAE(SparseAutoencoder):
         return (self.log_threshold + self.steering[_recipe.FACTOR]).exp()
 
     @property
-    def _biases(self) -> tuple[Tensor, Tensor]:
-        return (self.scaled_b_enc, self.scaled_b_dec) if self.steered else (self.b_enc, self.b_dec)
+    def _encoder(self) -> tuple[Tensor, Tensor]:
+        return self.W_enc, self.scaled_b_enc if self.steered else self.b_enc
+
+    @property
+    def _output_bias(self) -> Tensor:
+        return self.scaled_b_dec if self.steered else self.b_dec
 
     def encode(self, x: Tensor) -> Rows:
         """x `[..., d_in]` -> latents `(..., d_sae)`; see `sae.encode`. In training mode it counts firings."""
@@ -244,8 +248,7 @@ class JumpReLUSAE(SparseAutoencoder):
         if not self.steered:
             return found
         # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.
-        loss, mse, penalty, l0, reconstruction, dead = found
-        return SAELoss(loss, mse, penalty, l0, self._unscaled(reconstruction), dead)
+        return SAELoss(*found[:4], self._unscaled(found.reconstruction), *found[5:])
 
     @torch.no_grad()
     def initialize_(self, x: Tensor) -> None:
@@ -343,6 +346,9 @@ class JumpReLUSAE(SparseAutoencoder):
     def _options(self) -> dict[str, Any]:
         return {"activation": gemm.JumpReLU(self._scaled_threshold, self.bandwidth, self.ste_to_input)}
 
+    def _terms(self, x: Tensor, target: Tensor, rows: Rows | Tensor, l0: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        return self._output(x, rows), {"l0_penalty": self._penalty(rows, l0)}
+
     def _penalty(self, rows: Rows | Tensor, l0: Tensor) -> Tensor:
         target, weight = self._aim()
         if self.penalty == "quadratic":
@@ -372,7 +378,7 @@ class JumpReLUSAE(SparseAutoencoder):
             return None
         x = self._placement.copied(x)
         which, dead = remembered(self, lambda: self._longest_silent(2 * self.d_in), lost=self._lost)
-        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self._biases[0].index_select(0, which)
+        pre = x @ self.W_enc.index_select(1, which).to(x.dtype) + self._encoder[1].index_select(0, which)
         norms = self._decoder_norms(self.W_dec.index_select(0, which))
         below = (self._scaled_threshold.index_select(0, which) - pre).relu() * norms
         return self._placement.add_parts(self.pre_act_coefficient * mean(torch.where(dead, below, 0).sum(-1)))

@@ -15,9 +15,8 @@ from gossamer._core import autocast, checks
 
 Found = TypeVar("Found")
 _KEPT = "_gossamer_parts"
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_GLOBAL_HOOKS = [getattr(_nn, f"_global{name}") for name in _HOOKS]
-_ATTRIBUTES = ("forward", "weight", "bias", "approximate")
+_GLOBAL_HOOKS = [_nn._global_forward_hooks, _nn._global_forward_pre_hooks]
+_GLOBAL_HOOKS += [_nn._global_backward_hooks, _nn._global_backward_pre_hooks]
 # torch.export traces with parameters that are FakeTensors; those of a subclass stay of that subclass.
 _PLAIN = (Tensor, nn.Parameter, FakeTensor)
 
@@ -40,8 +39,8 @@ def why_called(**layers: nn.Module | None) -> str | None:
 
 
 def of_parts(module: nn.Module, names: tuple[str, ...], find: Callable[[], Found]) -> Found:
-    """The result of `find`, which depends on the parts of the module with these names. The module keeps the result
-    until a part changes; copies and pickles of the module find anew."""
+    """The result of `find`, which may depend on types, dtypes and hooks of the module's parts with these names, and on
+    no value. The module keeps the one result until one of these changes; copies and pickles find anew."""
     if torch.compiler.is_compiling():
         return find()
     kept: _Kept[Found] | None = module.__dict__.get(_KEPT)
@@ -58,34 +57,43 @@ def forget_parts(module: nn.Module) -> None:
 
 
 class _Kept(Generic[Found]):
-    """A result, and the parts of a module that it depends on: modules, their types, their parameters with dtypes."""
+    """A result, and all that it may depend on: the types of a module's parts, the types and dtypes of their parameters,
+    and the argument of a GELU. Nothing that is replaced is kept alive."""
 
-    __slots__ = ("_hooks", "_modules", "_seen", "_tensors", "found")
+    __slots__ = ("_parts", "found")
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], found: Found) -> None:
-        self.found = found
-        self._modules = [(name, part := module._modules.get(name), type(part)) for name in names]
-        self._hooks, self._seen, self._tensors = [*_GLOBAL_HOOKS], [], []
-        for _, part, _ in self._modules:
-            if part is None:
-                continue
-            self._hooks += [getattr(part, name) for name in _HOOKS]
-            self._seen += [(part.__dict__, name, part.__dict__.get(name)) for name in _ATTRIBUTES]
-            self._seen += [(part._parameters, name, tensor) for name, tensor in part._parameters.items()]
-            self._tensors += [(tensor, tensor.dtype) for tensor in part._parameters.values() if tensor is not None]
+        self.found, self._parts = found, []
+        for name in names:
+            part = module._modules.get(name)
+            own = {"_parameters": {}} if part is None else part.__dict__
+            tensors = [(key, type(x), None if x is None else x.dtype) for key, x in own["_parameters"].items()]
+            self._parts.append((name, type(part), tensors, own.get("approximate")))
 
     def holds(self, module: nn.Module) -> bool:
-        """Whether nothing has changed, and no hook listens. It takes 2 us: every call of a module asks."""
-        if any(self._hooks):
+        """Whether nothing of that has changed, and no hook listens. It takes 2 us: every call of a module asks."""
+        if any(_GLOBAL_HOOKS):
             return False
         modules = module._modules
-        for name, part, kind in self._modules:
-            if modules.get(name) is not part or type(part) is not kind:
+        for name, kind, tensors, approximate in self._parts:
+            part = modules.get(name)
+            if type(part) is not kind:
                 return False
-        for attributes, name, value in self._seen:
-            if attributes.get(name) is not value:
+            if part is None:
+                continue
+            own = part.__dict__
+            if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or "weight" in own:
                 return False
-        return all([tensor.dtype is dtype for tensor, dtype in self._tensors])
+            if own["_backward_hooks"] or own["_backward_pre_hooks"] or own.get("approximate") != approximate:
+                return False
+            stored = own["_parameters"]
+            if len(stored) != len(tensors):
+                return False
+            for key, of_type, dtype in tensors:
+                tensor = stored.get(key)
+                if type(tensor) is not of_type or (tensor is not None and tensor.dtype is not dtype):
+                    return False
+        return True
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

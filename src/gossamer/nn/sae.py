@@ -24,12 +24,14 @@ class SAELoss(NamedTuple):
     the reconstruction and its target again: no one may change them in place before.
 
     Args:
-        loss: `[]`, mse + l0_penalty + dead_loss: call `backward()` on it.
+        loss: `[]`, mse + l0_penalty + further_mse + dead_loss: call `backward()` on it.
         mse: `[]`, the squared error of a row, summed over its columns, mean over rows.
-        l0_penalty: `[]`, l0_coefficient times the penalty; 0 for TopK.
+        l0_penalty: `[]`, the penalty that makes rows sparse, coefficient included; 0 for TopK.
         l0: `[]`, float32, values of a row that differ from 0, mean over rows, without a gradient.
         reconstruction: `[..., d_in]`, of a `Transcoder` `[..., d_out]`.
         dead_loss: `[]`, the loss of dead latents, coefficient included; 0 where none is dead.
+        further_mse: `[]`, in training the squared errors of other reconstructions: of the inner widths of a
+            `MatryoshkaSAE`, weights included, and of the gate of a `GatedSAE`; 0 of all others.
     """
 
     loss: Tensor
@@ -38,6 +40,7 @@ class SAELoss(NamedTuple):
     l0: Tensor
     reconstruction: Tensor
     dead_loss: Tensor
+    further_mse: Tensor
 
     def __repr__(self) -> str:
         """Numbers, and of the reconstruction its shape; it waits for the device."""
@@ -60,7 +63,7 @@ class SparseAutoencoder(torch.nn.Module):
     steps_since_fired: Tensor
     dead_after: int
     capacity: int | None = None
-    _wide_buffers: tuple[str, ...] = ()
+    _wide_tensors: tuple[str, ...] = ()
     _placement: Here = HERE
 
     def __init__(
@@ -90,12 +93,16 @@ class SparseAutoencoder(torch.nn.Module):
         self._density = DensityTracker()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseAutoencoder":
-        """A cast to 16 bits leaves these buffers as they are: they move by steps that 16 bits would round to 0."""
-        before = {name: getattr(self, name) for name in self._wide_buffers if name in self._buffers}
+        """A cast to 16 bits leaves these tensors as they are: they move by steps that 16 bits would round to 0."""
+        held = [(name, getattr(self, name)) for name in self._wide_tensors if hasattr(self, name)]
+        before = [(name, tensor.detach()) for name, tensor in held]
         super()._apply(fn, recurse)
-        for name, buffer in before.items():
-            if getattr(self, name).itemsize < 4:
-                setattr(self, name, buffer.to(getattr(self, name).device))
+        for name, tensor in before:
+            now = getattr(self, name)
+            if now.itemsize < 4:
+                grad, now.grad = now.grad, None
+                now.data = tensor.to(now.device)
+                now.grad = None if grad is None else grad.to(now)
         return self
 
     @property
@@ -145,9 +152,14 @@ class SparseAutoencoder(torch.nn.Module):
         return self._placement.latents is not None
 
     @property
-    def _biases(self) -> tuple[Tensor, Tensor]:
-        """(b_enc, b_dec) in the units in which `forward` and `loss` compute."""
-        return self.b_enc, self.b_dec
+    def _encoder(self) -> tuple[Tensor, Tensor]:
+        """(weight, bias) of the latents in the units in which `forward` and `loss` compute."""
+        return self.W_enc, self.b_enc
+
+    @property
+    def _output_bias(self) -> Tensor:
+        """b_dec in the same units."""
+        return self.b_dec
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
@@ -206,7 +218,7 @@ class SparseAutoencoder(torch.nn.Module):
     def _encode(self, x: Tensor, capacity: int | None) -> tuple[Any, Tensor]:
         """(latents, l0 of each row). A selection of known size has a slot per entry, whatever `capacity` says."""
         options = self._options() if self._expected is not None else {"capacity": capacity, **self._options()}
-        return self._counted(self._placement.encode(x, self.W_enc, self._biases[0], **options))
+        return self._counted(self._placement.encode(x, *self._encoder, **options))
 
     def _options(self) -> dict[str, Any]:
         """The arguments of `sae.encode` and `encode_dense` in this mode."""
@@ -232,15 +244,20 @@ class SparseAutoencoder(torch.nn.Module):
                 lambda known: choose_path(known, rows, self.W_dec, self._expected, training=training), training=training
             )
         if path == "sparse":
-            # Where earlier rows would have filled it, up to twice the usual number of slots.
-            found = slots(self._density.basis(training=self.training), self.d_sae) if self._expected is None else None
-            latents, l0 = sparse(x, self.capacity or found)
+            latents, l0 = sparse(x, self._slots)
             return latents, l0, latents.counts if followed else None
-        acts, l0, fired, nnz = encode_dense(x, self.W_enc, self._biases[0], **self._options())
+        acts, l0, fired, nnz = encode_dense(x, *self._encoder, **self._options())
         if self.training:
             with torch.no_grad():
                 self._count(acts, fired)
         return acts, l0, nnz if followed else None
+
+    @property
+    def _slots(self) -> int | None:
+        """Slots of a row: where earlier rows would have filled the usual number, up to twice as many."""
+        if self.capacity is not None or self._expected is not None:
+            return self.capacity
+        return slots(self._density.basis(training=self.training), self.d_sae)
 
     def _record(self, nnz: Tensor | None) -> None:
         if nnz is not None:
@@ -267,27 +284,33 @@ class SparseAutoencoder(torch.nn.Module):
             # The encoder and the squared error would each copy an x whose rows do not follow each other in memory.
             x = target = x.contiguous()
         rows, l0, nnz = self._chosen(x, self._encode)
-        reconstruction = self._output(x, rows)
+        reconstruction, terms = self._terms(x, target, rows, l0)
         mse = mean(squared_error(target, reconstruction))
-        penalty = self._penalty(rows, l0)
         dead = self._dead_loss(x, target, reconstruction) if self.training else None
+        if dead is not None:
+            terms["dead_loss"] = dead
         # A term that this autoencoder lacks is shown as a zero, each in a tensor of its own.
-        none = mse.new_zeros(3).unbind() if penalty is None or dead is None else ()
-        loss = mse + (none[0] if penalty is None else penalty)
-        loss = loss if dead is None else loss + dead
+        none, *zeros = mse.new_zeros(4).unbind()
+        loss = mse
+        for term in [*terms.values()] or [none]:
+            loss = loss + term
         self._record(nnz)
-        shown = none[1] if penalty is None else penalty, none[2] if dead is None else dead
-        return SAELoss(loss, mse, shown[0], mean(l0.detach()), reconstruction, shown[1])
+        names = ("l0_penalty", "dead_loss", "further_mse")
+        penalty, dead, further = [terms.get(name, zero) for name, zero in zip(names, zeros)]
+        return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead, further)
+
+    def _terms(self, x: Tensor, target: Tensor, rows: Any, l0: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(the reconstruction, the terms of the loss beside its squared error, by their names in `SAELoss`)"""
+        return self._output(x, rows), {}
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
         """The reconstruction in the units in which `forward` and `loss` compute."""
-        b_dec = self._biases[1]
-        if isinstance(rows, Tensor):
-            return decode_dense(rows, self.W_dec, b_dec)
-        return self._placement.decode(rows, self.W_dec, b_dec)
+        return self._decoded(rows, self.W_dec, self._output_bias)
 
-    def _penalty(self, rows: Any, l0: Tensor) -> Tensor | None:
-        return None
+    def _decoded(self, rows: Rows | Tensor, W_dec: Tensor, b_dec: Tensor) -> Tensor:
+        if isinstance(rows, Tensor):
+            return decode_dense(rows, W_dec, b_dec)
+        return self._placement.decode(rows, W_dec, b_dec)
 
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         """None while it is 0."""
@@ -331,7 +354,7 @@ class Reviving(SparseAutoencoder):
         checks.number(operator, "aux_coefficient", aux_coefficient, "0 leaves dead latents dead.", zero=True)
         checks.positive(operator, "dead_after", dead_after, "It is a number of calls of encode.")
         if aux_k is not None:
-            checks.positive(operator, "aux_k", aux_k, "It is the number of dead latents per row.")
+            checks.positive(operator, "aux_k", aux_k, "aux_coefficient=0 leaves the auxiliary loss out.")
         self.k, self.aux_coefficient, self.dead_after = k, aux_coefficient, dead_after
         self.aux_k = min(aux_k or max(len(self.b_dec) // 2, 1), self.d_sae)
 
@@ -472,7 +495,7 @@ class BatchTopKSAE(Reviving):
     """
 
     threshold: Tensor
-    _wide_buffers = ("threshold",)
+    _wide_tensors = ("threshold",)
 
     def __init__(
         self,

@@ -3,10 +3,20 @@
 import torch
 from torch import Tensor
 
+PART = 256
+"""Rows of which a sum over many takes the sum at first."""
+
 
 def threshold_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of thresholds and statistics beside weights of a dtype."""
     return torch.promote_types(dtype, torch.float32)
+
+
+def sums_over_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """rows.sum(0, dtype), in parts of PART rows: PyTorch's sum over many rows takes a buffer larger than these."""
+    whole = rows.shape[0] // PART * PART
+    parts = rows[:whole].unflatten(0, (rows.shape[0] // PART, PART)).sum(1, dtype=dtype)
+    return parts.sum(0) + rows[whole:].sum(0, dtype=dtype)
 
 
 def column_dtype(n: int) -> torch.dtype:

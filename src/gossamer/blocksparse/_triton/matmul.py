@@ -160,7 +160,7 @@ def entries_of(offsets_ptr, row, inner):
         return 0, inner
 
 
-@launch.kernel(do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
+@launch.kernel(specialize=("M",), do_not_specialize=["a_capacity", "b_capacity", "out_capacity"])
 def _blocksparse_matmul_kernel(
     a_ptr, b_ptr, out_ptr, a_offsets_ptr, a_order_ptr, a_indices_ptr, b_offsets_ptr, b_positions_ptr, out_offsets_ptr,
     out_order_ptr, out_indices_ptr, pairs_ptr, Z, M, K, N, a_capacity, b_capacity, out_capacity,

@@ -122,7 +122,7 @@ def _ffn_row_counts_kernel(
     tl.store(kept_ptr + row, tl.where((most > slots) | (total > limit), -1, total))
 
 
-@launch.kernel
+@launch.kernel(specialize=("M",))
 def _ffn_row_offsets_kernel(kept_ptr, offsets_ptr, heavy_ptr, M, room, BLOCK: tl.constexpr):
     """One program: where the lists of rows begin, and which rows have none though they have entries."""
     end = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.ffn._triton.entry_lists import RANKS, Hot, Weights, columns_at
 from gossamer.ffn.costs import hot_bound
+from gossamer.rowsparse.formats import sums_over_rows
 
 SAMPLED = 2048
 """Rows of which the neurons are counted, about."""
@@ -144,8 +145,8 @@ def _ffn_hot_hidden_kernel(
 
 
 def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, gated: bool, capacity: int) -> Hot:
-    """packed: as `entry_lists.row_lists` takes it. Slots that are not in use name neuron 0, which changes nothing:
-    their values are zeros."""
+    """packed: as `entry_lists.row_lists` takes it. Slots that are not in use name neuron 0: their values are zeros, and
+    `Slots` gives zeros for its weights."""
     values, indices, counts = packed
     m, tiles, slots = values.shape
     fired, listed = (torch.zeros(size, dtype=torch.int32, device=values.device) for size in (n, 2 + capacity))
@@ -161,9 +162,24 @@ def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, gated: bool
     return Hot(listed, slot, values.new_zeros(2 if gated else 1, m, capacity))
 
 
-def by_slots(weight: Tensor, listed: Tensor) -> Tensor:
-    """The rows of the neurons that have slots, `[H, ...]`."""
-    return weight.index_select(0, listed[2:])
+class Slots:
+    """The neurons of `Hot.listed`, and weights by their slots. Slots that are not in use have zeros, whatever the
+    weights of neuron 0 are."""
+
+    def __init__(self, listed: Tensor) -> None:
+        self.neurons = listed[2:]
+        self._unused = torch.arange(self.neurons.shape[0], device=listed.device) >= listed[0]
+
+    def gather(self, weight: Tensor) -> Tensor:
+        """The rows of the neurons that have slots, `[H, ...]`."""
+        return self._held(weight.index_select(0, self.neurons))
+
+    def add(self, to: Tensor, rows: Tensor) -> None:
+        """Adds rows `[H, ...]`, which it changes, to those of their neurons."""
+        to.index_add_(0, self.neurons, self._held(rows))
+
+    def _held(self, rows: Tensor) -> Tensor:
+        return rows.masked_fill_(self._unused.view(-1, *[1] * (rows.dim() - 1)), 0)
 
 
 def activations(
@@ -189,11 +205,12 @@ def forward(hot: Hot, x: Tensor, weights: Weights, out: Tensor, l1: Tensor, squa
     |hidden| of rows; with those of hot neurons, their sum."""
     if not hot.values.shape[2]:
         return l1.sum()
-    bias = None if weights.up_bias is None else by_slots(weights.up_bias, hot.listed)
+    slots = Slots(hot.listed)
+    bias = None if weights.up_bias is None else slots.gather(weights.up_bias)
     if weights.up is not None:
-        torch.mm(x, by_slots(weights.up, hot.listed).t(), out=hot.values[1])
+        torch.mm(x, slots.gather(weights.up).t(), out=hot.values[1])
     hidden, parts = activations(hot.values, bias, None, None, squared)
-    out.addmm_(hidden, by_slots(weights.down, hot.listed))
+    out.addmm_(hidden, slots.gather(weights.down))
     return l1.sum() + parts.sum()
 
 
@@ -214,17 +231,18 @@ def backward(
     gates, _, capacity = values.shape
     if not capacity:
         return
-    through_hidden = grad @ by_slots(weights.down, listed).t()
+    slots = Slots(listed)
+    through_hidden = grad @ slots.gather(weights.down).t()
     hidden, through = activations(values, None, through_hidden, penalty, squared)
-    inner = [by_slots(weight, listed) for weight in (weights.gate, weights.up) if weight is not None]
+    inner = [slots.gather(weight) for weight in (weights.gate, weights.up) if weight is not None]
     dx.addmm_(through, torch.cat(inner))
     found = (hidden.t() @ grad, *(through.t() @ x).chunk(gates))
     for to, part in zip(grads, found, strict=False):
         if to is not None:
-            to.index_add_(0, listed[2:], part)
+            slots.add(to, part)
     if sums is not None:
-        of = through.sum(0, dtype=sums.dtype).view(gates, capacity)
-        sums[:gates].index_add_(1, listed[2:], of)
+        of = sums_over_rows(through, sums.dtype).view(gates, capacity)
+        sums[:gates].index_add_(1, slots.neurons, of)
 
 
 EXAMPLES = {

@@ -142,9 +142,11 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
         report = _bind(sae, density)
         # Small products would be those of the class.
         pinned, density.pinned = density.pinned, "sparse"
-        out = sae(check)
-        packed = _packed(sae, check) if "forward" in report.accelerated else sae.encode(check)
-        density.pinned = pinned
+        try:
+            out = sae(check)
+            packed = _packed(sae, check) if "forward" in report.accelerated else sae.encode(check)
+        finally:
+            density.pinned = pinned
     difference = float((out - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
     # In half precision near ties are broken otherwise: of k equal latents each moves the output by (2 / k) ** 0.5.
     limit = 0.25 if expected.dtype in (torch.float16, torch.bfloat16) else 1e-4
@@ -336,12 +338,12 @@ def _listened(hook: Any) -> bool:
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
     state = self._gossamer
-    if args and not torch.compiler.is_compiling() and _is_small(self, args[0], "W_enc"):
-        before, state.path = state.path, "small"
+    if args and _is_small(self, args[0], "W_enc"):
+        before, state.path, state.turns = (state.path, state.turns), "small", ()
         try:
             return type(self).forward(self, *args, **kwargs)
         finally:
-            state.path = before
+            state.path, state.turns = before
     with state.running(1 + bool(self.use_error_term)):
         out: Tensor = type(self).forward(self, *args, **kwargs)
         state.record(self.W_dec.shape[0])
@@ -353,12 +355,15 @@ def _is_small(self: Any, x: Tensor, name: str) -> bool:
     with the parameter `name`; and no path is pinned."""
     state, parameters = self._gossamer, self._parameters
     weight, W_dec = parameters.get(name), parameters.get("W_dec")
-    if weight is None or W_dec is None or state.tracker.rows.pinned is not None:
+    # A graph would be compiled anew for each number of rows.
+    if weight is None or W_dec is None or state.tracker.rows.pinned is not None or torch.compiler.is_compiling():
         return False
     rows = x.numel() // max(weight.shape[0], 1)
     key = rows, W_dec.shape, W_dec.dtype, W_dec.device
     found: bool | None = state.small.get(key)
     if found is None:
+        if len(state.small) >= _MOST:
+            state.small.clear()
         found = decode_path.choose_path(rows, W_dec.shape[0], W_dec.shape[1], W_dec) == "dense"
         state.small[key] = found
     return found
@@ -405,16 +410,14 @@ def _path(self: Any, x: Tensor) -> str:
     if not state.is_turn_of("encode"):
         return "small" if state.path == "small" else "theirs"
     if state.path is None:
-        state.path = "theirs" if of_parts(self, _PARTS, lambda: _is_heard(self)) else _faster(self, x)
+        heard = of_parts(self, _PARTS, lambda: any(_listened(getattr(self, name)) for name in _PARTS))
+        state.path = "theirs" if heard or _why_not_packed(self) is not None else _faster(self, x)
     return state.path
 
 
+_MOST = 256
+"""Numbers of rows whose size is kept."""
 _PARTS = ("hook_sae_acts_pre", "hook_sae_acts_post", "activation_fn")
-
-
-def _is_heard(self: Any) -> bool:
-    """Whether somebody listens to the latents, or they cannot be packed any more."""
-    return any(_listened(getattr(self, name)) for name in _PARTS) or _why_not_packed(self) is not None
 
 
 def _faster(self: Any, x: Tensor) -> str:
@@ -433,7 +436,9 @@ def _faster(self: Any, x: Tensor) -> str:
     state.followed = expected is None and (training or tracker.due(8))
     if training:
         return tracker.rows.path(choose, training=True)
-    path = tracker.rows.last_path = tracker.path(choose, due=state.followed, key=(rows, expected))
+    path = tracker.rows.last_path = tracker.path(
+        choose, due=state.followed, key=(rows, expected, self.W_dec.dtype, self.W_dec.device)
+    )
     return path
 
 

@@ -195,7 +195,9 @@ def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[.
         # A call that the class refuses is left to it, too.
         if len(given) == 1 and (not kwargs or argument in kwargs):
             able = _able(self, layout)
-            out = _sparse(self, given[0], layout, able) if able.sparse else None
+            out = None
+            if able.sparse and "sparse_block" in self.__dict__:
+                out = _sparse(self, given[0], layout, able)
             if out is not None:
                 return out
             if able.fused:
@@ -211,7 +213,7 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         able = _able(self, layout)
-        if not able.sparse:
+        if not (able.sparse and "sparse_block" in self.__dict__):
             return kind.forward(self, *args, **kwargs)
         kept = not torch.is_grad_enabled() or self.sparse_block.keeps_activity
         if kept and not drops_out(self, layout):
@@ -335,7 +337,7 @@ def _able(self: Any, layout: Layout) -> _Able:
 
 def _find_able(self: Any, layout: Layout) -> _Able:
     return _Able(
-        "sparse_block" in self.__dict__ and why_not_sparse(self, layout) is None,
+        why_not_sparse(self, layout) is None,
         not layout.plain and why_not_fused(self, layout) is None,
         why_called(**{layout.down: self._modules.get(layout.down)}) is None,
         activation_of(self, layout) or "",

@@ -131,7 +131,7 @@ def _overflow_fwd_kernel(
             tl.store(out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :], out, mask=mask)
 
 
-@launch.kernel
+@launch.kernel(specialize=("M",))
 def _overflow_rows_kernel(spans_ptr, rows_ptr, room, M, BLOCK: tl.constexpr):
     """One program: the number of rows whose spans end beyond `room`, and behind it those rows in order."""
     found = 0

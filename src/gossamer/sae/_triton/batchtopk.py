@@ -303,7 +303,7 @@ def _count_ties_kernel(
     tl.store(above_ptr + row, above)
 
 
-@launch.kernel
+@launch.kernel(specialize=("M",))
 def _share_ties_kernel(
     words_ptr, ties_ptr, above_ptr, kth_ptr, need_ptr, spans_ptr, M, N, BLOCK: tl.constexpr
 ):  # fmt: skip

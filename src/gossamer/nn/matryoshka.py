@@ -1,0 +1,143 @@
+"""Autoencoders whose first latents are an autoencoder by themselves."""
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gossamer import sae
+from gossamer._core import checks
+from gossamer.nn.sae import BatchTopKSAE, Reviving, TopKSAE, mean
+from gossamer.rowsparse import Rows
+from gossamer.rowsparse.rows import unchecked
+from gossamer.sae.decode import decode_dense
+from gossamer.sae.squared_error import squared_error
+
+
+class Nested(Reviving):
+    """The base of autoencoders of nested widths, which share one selection of latents."""
+
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        k: int,
+        *,
+        widths: Sequence[int] | None = None,
+        inner_weights: Sequence[float] | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(d_in, d_sae, k, **options)  # type: ignore[arg-type]
+        operator = f"nn.{type(self).__name__}"
+        widths = sorted({max(d_sae // 4, 1), d_sae}) if widths is None else widths
+        for width in widths:
+            checks.positive(operator, "widths", width, "Each is a number of latents.")
+        if any(narrow >= wide for narrow, wide in pairwise(widths)) or tuple(widths[-1:]) != (d_sae,):
+            raise ValueError(f"{operator}: widths must ascend and end with d_sae = {d_sae}, got {tuple(widths)}.")
+        inner = len(widths) - 1
+        weights = [0.5 / max(inner, 1)] * inner if inner_weights is None else inner_weights
+        if len(weights) != inner:
+            raise ValueError(
+                f"{operator}: inner_weights must have a number for each of {len(widths)} widths but the last, got "
+                f"{len(weights)}."
+            )
+        for weight in weights:
+            checks.number(operator, "inner_weights", weight, "0 leaves a width out of the loss.", zero=True)
+        self.widths, self.inner_weights = tuple(widths), tuple(weights)
+
+    def reconstructions(self, rows: Rows | Tensor) -> list[Tensor]:
+        """The reconstructions `[..., d_in]` of x by each width, the narrowest first, in float32 at least.
+
+        Args:
+            rows: latents `(..., d_sae)`, as `encode` returns them. A container that may have overflowed, as in
+                evaluation mode, is completed first, which waits for the device once.
+        """
+        if isinstance(rows, Tensor):
+            sizes = [wide - narrow for narrow, wide in pairwise((0, *self.widths))]
+            pieces = zip(rows.split(sizes, -1), self.W_dec.split(sizes))
+            parts = [decode_dense(acts, W_dec, None) for acts, W_dec in pieces]
+        else:
+            parts = [*sae.decode(_by_width(rows.complete(), self.widths), self.W_dec, out_dtype=self._wide).unbind()]
+        return list(accumulate([parts[0] + self.b_dec, *parts[1:]]))
+
+    def _terms(self, x: Tensor, target: Tensor, rows: Any, l0: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if not self.training:
+            return super()._terms(x, target, rows, l0)
+        *inner, whole = self.reconstructions(rows)
+        errors = [mean(squared_error(target, found)) * weight for found, weight in zip(inner, self.inner_weights)]
+        return whole.to(rows.dtype), {"further_mse": torch.stack(errors).sum()} if errors else {}
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, widths={self.widths}"
+
+
+class MatryoshkaSAE(Nested, TopKSAE):
+    """A `TopKSAE` of nested widths: its first latents reconstruct x too, without the latents behind them.
+
+    All widths share one selection of k latents a row. In training the squared error of each width is part of the loss.
+    So frequent features come to lie in front, and latents further back do not absorb them. The reconstruction of a
+    width is that of the width before plus the latents between: each entry is read once, however many widths there are.
+
+    Args:
+        d_in, d_sae, k: as in `TopKSAE`.
+        widths: how many of the first latents each width has, ascending; the last is d_sae. None takes a quarter of
+            d_sae, and d_sae.
+        inner_weights: of the squared error of each width but the last, whose weight is 1. None shares 0.5 among
+            them; as published, all are 1. Larger weights bring more of the frequent features to the front, and leave
+            fewer latents of the whole to single features.
+        options: the other keyword arguments of `TopKSAE`.
+
+    Raises:
+        ValueError: widths that do not ascend from 1 or more to d_sae, another number of weights, a weight below 0, or
+            as `TopKSAE`.
+        TypeError: a width that is no int, or as `TopKSAE`.
+
+    Attributes:
+        widths, inner_weights: tuples.
+        W_enc, W_dec, b_enc, b_dec, firing_counts, steps_since_fired: as in `TopKSAE`.
+
+    Source: Bussmann et al. 2025, "Learning Multi-Level Features with Matryoshka Sparse Autoencoders".
+
+    >>> model = MatryoshkaSAE(4, 16, k=2, widths=(4, 16))
+    >>> len(model.reconstructions(model.encode(torch.randn(3, 4))))
+    2
+    """
+
+
+class MatryoshkaBatchTopKSAE(Nested, BatchTopKSAE):
+    """A `BatchTopKSAE` of nested widths: `MatryoshkaSAE` with one selection of k * M latents of a batch.
+
+    That is the published selection. Rows that need more latents get more, but the widths then compete for the entries
+    of a batch: on rows of a known dictionary it finds fewer atoms than `MatryoshkaSAE` (docs/training.md).
+
+    Args:
+        d_in, d_sae, k: as in `BatchTopKSAE`.
+        widths, inner_weights: as in `MatryoshkaSAE`.
+        options: the other keyword arguments of `BatchTopKSAE`.
+
+    Raises:
+        ValueError, TypeError: as `MatryoshkaSAE` and `BatchTopKSAE`.
+
+    Attributes:
+        widths, inner_weights: tuples; the others are those of `BatchTopKSAE`.
+
+    Source: Bussmann et al. 2025, as `MatryoshkaSAE`.
+
+    >>> MatryoshkaBatchTopKSAE(4, 16, k=2).loss(torch.randn(3, 4)).loss.backward()
+    """
+
+
+def _by_width(rows: Rows, widths: tuple[int, ...]) -> Rows:
+    """`(W, ..., N)`: of each row the entries from one width to the next. They lie side by side, because columns ascend
+    in a row, so that the buffers stay as they are."""
+    values, indices, (starts, counts), _ = rows.packed
+    ends = [counts]
+    for width in reversed(widths[:-1]):
+        # Of all slots before each one, those with a column below the width.
+        before = torch.nn.functional.pad((indices < width).cumsum(0), (1, 0))
+        ends.insert(0, before[starts + counts] - before[starts])
+    begins = [torch.zeros_like(counts), *ends[:-1]]
+    cut = [torch.cat([starts + begin for begin in begins]), torch.cat([b - a for a, b in zip(begins, ends)])]
+    return unchecked(values, indices, torch.stack(cut), (len(widths), *rows.shape))
