@@ -71,6 +71,25 @@ def test_what_is_plain_attention(name: str, monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(ours, by_blocks, rtol=2e-5, atol=2e-5)
 
 
+@pytest.mark.parametrize("turned", range(4))
+def test_operands_by_columns(turned: int) -> None:
+    layout, given = blocksparse.causal((T, T), BLOCK), [x.detach() for x in operands()]
+    given.append(torch.randn(2, 4, T, 16, generator=torch.Generator().manual_seed(1)))
+    results = []
+    for _ in range(2):
+        *qkv, grad = given
+        leaves = [x.requires_grad_() for x in qkv]
+        out = blocksparse.attention(*leaves, layout)
+        results.append((out, *torch.autograd.grad(out, leaves, grad)))
+        given = [x.detach().clone() for x in given]
+        # Every second column of a tensor whose other columns are NaN.
+        wide = torch.full((*given[turned].shape[:-1], 32), torch.nan)
+        wide[..., ::2] = given[turned]
+        given[turned] = wide[..., ::2]
+    for ours, contiguous in zip(*results):
+        torch.testing.assert_close(ours, contiguous, rtol=1e-6, atol=1e-6)
+
+
 def test_a_nan_reaches_its_own_blocks_alone() -> None:
     q, k, v = (x.detach() for x in operands())
     v[:, :, -1] = torch.nan

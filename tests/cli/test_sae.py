@@ -297,7 +297,11 @@ def test_report_of_nothing(files: Path) -> None:
 
 def test_a_model_of_sae_lens(files: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
+    from sae_lens.registry import get_sae_class
+
     sae_lens.StandardSAE(sae_lens.StandardSAEConfig(d_in=8, d_sae=40)).save_model(files / "standard")
+    pursuit = get_sae_class("matching_pursuit")
+    pursuit[0](pursuit[1](d_in=8, d_sae=40)).save_model(files / "pursuit")
     code, output = run("extract", files / "standard", files / "acts.npy", "--out", files / "out", "--device", "cpu")
     assert code == 0, output
     assert Extraction(files / "out").rows == 100
@@ -313,10 +317,15 @@ def test_heads_are_rows_in_files(files: Path) -> None:
 
 def test_models_that_do_not_fit(files: Path) -> None:
     sae_lens = pytest.importorskip("sae_lens")
+    from sae_lens.registry import get_sae_class
+
     sae_lens.StandardSAE(sae_lens.StandardSAEConfig(d_in=8, d_sae=40)).save_model(files / "standard")
+    pursuit = get_sae_class("matching_pursuit")
+    pursuit[0](pursuit[1](d_in=8, d_sae=40)).save_model(files / "pursuit")
     nn.save_sae(nn.TopKSAE(8, 40, 3), files / "sparsify", layout="sparsify")
     for folder, name, value, message in (
-        ("standard", "d_sae", 41, "SAELens cannot load"),
+        ("standard", "d_sae", 41, "must hold W_enc [8, 41] by cfg.json, got [8, 40]"),
+        ("pursuit", "d_sae", 41, "SAELens cannot load"),
         ("sparsify", "activation", "groupmax", "activation = 'groupmax', which these modules do not do"),
     ):
         file = files / folder / "cfg.json"

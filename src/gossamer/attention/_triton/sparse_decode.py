@@ -202,7 +202,7 @@ def _alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 EXAMPLES = {
     _sparse_decode_parts_kernel: {
-        "from_ptr": "*i32", "TOGETHER": CHUNKS, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64,
+        "TOGETHER": CHUNKS, "GROUP": 4, "SCOPES": 1, "HEADS": 4, "TQ": 1, "D": 128, "PAGE": 64,
         "CAUSAL": True,
     },
     _sparse_decode_kernel: {"D": 128, "BLOCK": 64},

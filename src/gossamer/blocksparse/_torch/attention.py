@@ -226,7 +226,12 @@ def _as_dense(given: Attention) -> tuple[Tensor, Tensor, Tensor, bool] | None:
         return None
     group = given.q.shape[1] // given.k.shape[1]
     k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (given.k, given.v))
-    return given.q, k, v, causal
+    return _by_rows(given.q), _by_rows(k), _by_rows(v), causal
+
+
+def _by_rows(x: Tensor) -> Tensor:
+    """The same with contiguous rows: PyTorch's operator takes them for that."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
@@ -271,7 +276,7 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     if grad_lse is None and bool(grad.isfinite().all()) and (dense := _as_dense(given)) is not None:
         *qkv, causal = dense
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        dq, dk, dv = backward(grad, *qkv, out, lse, 0.0, causal, scale=scale)
+        dq, dk, dv = backward(_by_rows(grad), *qkv, _by_rows(out), lse, 0.0, causal, scale=scale)
         if dk.shape[1] != k.shape[1]:
             dk, dv = (x.unflatten(1, (k.shape[1], -1)).sum(2) for x in (dk, dv))
         dq, dk, dv = (_token_major(x, q.dtype) for x in (dq, dk, dv))
