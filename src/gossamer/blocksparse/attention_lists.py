@@ -1,4 +1,4 @@
-"""What the attention kernels of Triton and Gluon share: their configs, and the search of a layout's lists, which is all
+"""The common part of the attention kernels of Triton and Gluon: configs, and the search of a layout's lists, all of it
 on single numbers. Only kernel files import this module, which needs Triton."""
 
 import functools
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
 
 @dataclass(frozen=True)
 class Config:
-    """What the kernels of one attention are compiled for, as one constexpr.
+    """The properties that the kernels of one attention are compiled for, as one constexpr.
 
     Blocks of the layout (`block_q` by `block_k`), the tile of a step, whether layout and bias have a matrix of their
     own for each batch and head (and the bias a row for each query), and what is added to the scores: of `terms` terms

@@ -87,7 +87,7 @@ def _behind(k: int, before: Layout, layout: Layout) -> list[str]:
 
 
 def _beside(one: Any, other: Any, first: Layout, layout: Layout, same_layout: bool) -> list[str]:
-    """What does not fit between the layouts of the first operand and another one."""
+    """The differences between the layouts of the first operand and another one that keep them apart."""
     if layout.device != first.device:
         return [f"it is on {layout.device}, operand 0 on {first.device}. Move it with .to."]
     if layout.block_size != first.block_size:

@@ -43,7 +43,7 @@ def places(index: Tensor, names: Lists, lists: Lists, along: Axis, what: str) ->
 
 def named(index: Tensor, names: Lists, form: Form, along: Axis) -> tuple[Tensor, Tensor, Tensor]:
     """(indices in int64, -1 for those of no element; cell of the grid of matrices of a form, element of the block) of
-    the first blocks of indices. What is not in range names anything."""
+    the first blocks of indices. An index out of range names any block."""
     axis, inner, d_index, d = along
     _, rows_index, _, height, width, m_index, n_index, *_ = names.form
     line, column = (x[: len(index), None, None].long() for x in (names.row_indices, names.col_indices))

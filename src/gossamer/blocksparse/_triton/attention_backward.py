@@ -100,7 +100,7 @@ def _attention_order_kernel(
     every = tl.arange(0, MOST)
     length = blocks_of(offsets_ptr, first + own, own < count, H, GROUP, lines, CONFIG)[:, None]
     others = blocks_of(offsets_ptr, first + every, every < count, H, GROUP, lines, CONFIG)[None, :]
-    # What does not exist has no blocks and stands behind all that does.
+    # Lines that do not exist have no blocks and stand behind all others.
     before = (others > length) | ((others == length) & (every[None, :] < own[:, None]))
     tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), first + own, mask=own < count)
 
@@ -350,7 +350,7 @@ def longest_first(p: Problem, offsets: Tensor, lines: int, split: int, group: in
 def launch_attention_bwd(
     given: Operands, grad: Tensor, stats: Tensor, drelative: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v. Those of the operand `relative` are added to `drelative`, float32 zeros."""
+    """Gradients of q, k and v. Gradients of the operand `relative` are added to `drelative`, float32 zeros."""
     p, lists, config, (q, k, v, *_) = given.problem, given.lists, given.config, given.inputs
     assert q is not None and k is not None and v is not None
     dq, dk, dv = (empty_like(x) for x in (q, k, v))

@@ -321,7 +321,7 @@ def _block(self: Any, x: Tensor, layout: Layout) -> Block:
 
 
 class _Able(NamedTuple):
-    """What the parts of a block allow now: its `SparseBlock`, `linear_glu`, and that down is read and not called; and
+    """The ways that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; and
     the activation's name."""
 
     sparse: bool
