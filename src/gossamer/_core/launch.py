@@ -9,15 +9,17 @@ import itertools
 import sys
 import threading
 from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gossamer._core.compiling import NotCompiled, walk, walking
 from gossamer._core.ops import INTERPRET
+from gossamer._core.replay import recorders
 
 _HIP = torch.version.hip is not None
 _INT32 = (1 << 31) - 1
@@ -112,7 +114,11 @@ class Kernel:
         key = (*kinds, *meta.values(), device, misaligned, num_warps, num_stages, maxnreg, launch_pdl)
         if INTERPRET:
             hash(key)
-            self.fn[grid](*args, **meta)
+            # The interpreter calls PyTorch, which is no step of the launcher.
+            with _disable_current_modes() if recorders else nullcontext():
+                self.fn[grid](*args, **meta)
+            if recorders:
+                _record((self._interpret, ()), grid, args, meta, misaligned)
             return None
         previous = torch._C._cuda_getDevice()
         guard = device != previous
@@ -137,10 +143,15 @@ class Kernel:
             else:
                 run, arguments = launch
                 run(*grid, torch._C._cuda_getCurrentRawStream(device), *arguments, *pointers, *meta.values())
+            if recorders:
+                _record(launch, grid, args, meta, misaligned)
         finally:
             if guard:
                 torch.cuda.set_device(previous)
         return None if misaligned or not head else Bound(launch, grid, (*pointers[head:], *meta.values()), args[head:])
+
+    def _interpret(self, x: int, y: int, z: int, _: int, *args: Any) -> None:
+        self.fn[x, y, z](*args)
 
     def _keep(self, key: Hashable, compiled: Any) -> tuple[Any, tuple[Any, ...]]:
         """The functions of later launches. Reading `run` loads the kernel, and builds its launcher if it has one."""
@@ -153,6 +164,13 @@ class Kernel:
         """In a thread of its own, without a launch. A failing compilation fails again, and raises, at the launch."""
         torch.cuda.set_device(device)
         self._keep(key, self.fn.run(*args, grid=(1,), warmup=True, **options))
+
+
+def _record(launch: Any, grid: tuple[int, int, int], args: Any, meta: dict[str, Any], misaligned: bool) -> None:
+    recorder = recorders.get(threading.get_ident())
+    if recorder is not None:
+        recorder.add(launch, grid, args, meta)
+        recorder.complete = recorder.complete and not misaligned
 
 
 class Tile(NamedTuple):
@@ -259,7 +277,8 @@ class Plans:
         plan = self._kept.get(key)
         if plan is None or addresses % 16 or torch._C._cuda_getDevice() != index:
             return None
-        return None if walk.pool is not None or torch._C._cuda_isCurrentStreamCapturing() else plan
+        none = recorders or walk.pool is not None or torch._C._cuda_isCurrentStreamCapturing()
+        return None if none else plan
 
     def keep(
         self, key: Hashable, device: torch.device, *launches: Any, words: int = 0, memory: Sequence[Any] = ()

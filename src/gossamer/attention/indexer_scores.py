@@ -124,6 +124,7 @@ def _backward(call: IndexerScores, kept: Any, grads: Any, needs: Any) -> Mapping
     backward=_backward,
     saved=("q", "k", "w", "bias", "lengths"),
     once_differentiable="attention.indexer_scores",
+    repeats=True,
 )
 def _indexer_scores() -> Any:
     from gossamer.attention._triton.indexer_scores import indexer_scores
@@ -136,6 +137,7 @@ def _indexer_scores() -> Any:
     cpu=_cpu.indexer_scores_backward,
     fake=_fake_backward,
     once_differentiable="attention.indexer_scores",
+    repeats=True,
 )
 def _indexer_scores_backward() -> Any:
     from gossamer.attention._triton.indexer_scores import indexer_scores_backward

@@ -231,6 +231,7 @@ def _backward(call: BlocksparseAttention, kept: Any, grads: Any, needs: Any) -> 
     saved=("q", "k", "v", "bias", "relative", "places", "lengths", "layout"),
     keep=lambda call, results: results,
     once_differentiable=_NAME,
+    repeats=True,
 )
 def _attention() -> Any:
     from gossamer.blocksparse._triton.attention import attention
@@ -245,6 +246,7 @@ def _attention() -> Any:
     choose_path=choose_path,
     paths=PATHS,
     once_differentiable=_NAME,
+    repeats=True,
 )
 def _attention_bwd() -> Any:
     from gossamer.blocksparse._triton.attention_backward import attention_bwd

@@ -1,0 +1,241 @@
+"""Equal calls of an operator: the second one records its launches, and each later one runs these alone.
+
+The host time of a launcher goes into views of its operands, choices, tensor descriptors, lists of arguments and keys of
+compiled kernels. All of them follow from shapes, strides, dtypes and options, and take two to four times as long as the
+launches. A `Recording` keeps the compiled launches, and for each of their pointers the operand or the allocation that
+it points into, and its offset there. It holds no tensor, no memory and no stream, so it serves any operands of its key,
+in eager calls and while a CUDA graph captures.
+
+A launcher is recorded only if each of its steps is an allocation, a view, a copy or a launch: a mode of PyTorch's
+dispatcher looks on and refuses every other step, as it refuses a pointer into memory that no step has made.
+"""
+
+import threading
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from gossamer._core.compiling import walking
+from gossamer._core.ops import INTERPRET
+from gossamer._core.ranges import watched
+
+_guards: Any = torch._C._dynamo.guards
+EMPTY = {"cuda": _guards._empty_strided_cuda, "cpu": _guards._empty_strided_cpu}
+"""Allocate (shape, strides, dtype) on the current device, in half the time of `torch.empty_strided`."""
+
+_aten = torch.ops.aten
+_EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
+_EMPTY |= {_aten.new_empty.default, _aten.new_empty_strided.default}
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+_COPIES = {_aten.clone.default, _aten._to_copy.default}
+_WRITES = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
+Launch = tuple[Callable[..., Any], tuple[Any, ...]]
+"""A compiled kernel's function, and its arguments between the stream and those of the kernel."""
+recorders: "dict[int, Recorder]" = {}
+"""The recorder of each thread that has one."""
+
+
+class Recorder(TorchDispatchMode):
+    """Looks on while a launcher runs. `memory` begins with the operands, None for missing ones; allocations follow."""
+
+    def __init__(self, operands: Sequence[Tensor | None]) -> None:
+        super().__init__()
+        self.complete, self.operands = True, len(operands)
+        # Allocations stay alive while others are made, so that no address comes twice.
+        self.memory: list[Tensor | None] = list(operands)
+        self.launches: list[tuple[Launch, tuple[int, int, int], list[Any], list[Any], list[Any]]] = []
+        self._places = {_storage(x): place for place, x in enumerate(operands) if x is not None}
+        self._device = next(x.device for x in operands if x is not None)
+
+    def __enter__(self) -> Any:
+        recorders[threading.get_ident()] = self
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        recorders.pop(threading.get_ident(), None)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function in _EMPTY or function in _ZEROS or function in _COPIES:
+            self._places[_storage(made)] = len(self.memory)
+            self.memory.append(made)
+            self.complete = self.complete and made.device == self._device
+        if function in _COPIES:
+            self._write(_aten.copy_.default, made, args[0])
+        elif function in _ZEROS:
+            self._write(_aten.zero_.default, made)
+        elif function in _WRITES:
+            self._write(function, *args)
+        elif function not in _EMPTY and not function.is_view:
+            self.complete = False
+        return made
+
+    def _write(self, function: Any, *args: Any) -> None:
+        self.add((lambda x, y, z, stream, *given: function(*given), ()), (1, 1, 1), args, {}, views=True)
+
+    def _place_of(self, x: Tensor) -> tuple[int, int]:
+        """(place in `memory`, bytes behind its beginning) of a tensor."""
+        place = self._places.get(_storage(x))
+        whole = None if place is None else self.memory[place]
+        if whole is None or place is None:
+            self.complete = False
+            return 0, 0
+        return place, x.data_ptr() - whole.data_ptr()
+
+    def add(
+        self,
+        launch: Launch,
+        grid: tuple[int, int, int],
+        args: Sequence[Any],
+        meta: Mapping[str, Any],
+        views: bool = INTERPRET,
+    ) -> None:
+        """A launch that has just run. It takes addresses, or with `views` tensors."""
+        constant, pointers, descriptors = [*args, *meta.values()], [], []
+        for at, arg in enumerate(args):
+            if isinstance(arg, Tensor):
+                # A tensor without elements has the address 0.
+                constant[at] = torch.empty(0, dtype=arg.dtype) if views else 0
+                if arg.numel():
+                    place, offset = self._place_of(arg)
+                    pointers.append((at, place, offset, (arg.dtype, arg.shape, arg.stride()) if views else None))
+            elif hasattr(arg, "block_shape"):
+                place, offset = self._place_of(arg.base)
+                self.complete = self.complete and offset == 0 and not INTERPRET
+                descriptors.append((at, place, type(arg), {**vars(arg), "base": None}))
+            elif isinstance(arg, tuple):
+                self.complete = False
+        self.launches.append((launch, grid, constant, pointers, descriptors))
+
+    def recording(self, results: Any) -> "Recording | None":
+        """The recording of a launcher that returned these results; None where it cannot be repeated."""
+        fresh = self.memory[self.operands :]
+        made: list[Any] = [(tuple(x.shape), x.stride(), x.dtype) for x in fresh if x is not None]
+        between, places = sum(x.nbytes for x in fresh if x is not None), []
+        for result in (results,) if isinstance(results, Tensor) else results or ():
+            place, offset = self._place_of(result)
+            whole = self.memory[place]
+            if offset or place < self.operands or place in places or whole is None or whole.nbytes != result.nbytes:
+                return None
+            made[place - self.operands] = tuple(result.shape), result.stride(), result.dtype
+            places.append(place)
+            between -= result.nbytes
+        if not self.complete or between > _MOST_BYTES:
+            return None
+        return Recording(made, self.launches, places, results)
+
+
+_MOST_BYTES = 1 << 28
+"""Of allocations that are no results, which are alive together when a recording runs. Calls that need more take the
+device longer than the host."""
+
+
+class Recording:
+    """The allocations and launches of a call."""
+
+    __slots__ = ("_launches", "_made", "_places", "_returns")
+
+    def __init__(self, made: Any, launches: Any, places: list[int], results: Any) -> None:
+        self._made, self._launches, self._places = made, launches, places
+        self._returns = type(results)
+
+    def __call__(self, memory: list[Any], pointers: list[Any], device: torch.device) -> Any:
+        """The results for operands `memory`, whose addresses are `pointers`."""
+        empty = EMPTY[device.type]
+        for shape, strides, dtype in self._made:
+            made = empty(shape, strides, dtype)
+            memory.append(made)
+            pointers.append(made.data_ptr())
+        stream = torch._C._cuda_getCurrentRawStream(device.index) if not INTERPRET else 0
+        for (run, arguments), grid, constant, places, descriptors in self._launches:
+            args = constant.copy()
+            for at, place, offset, like in places:
+                args[at] = pointers[place] + offset if like is None else _view(memory[place], offset, *like)
+            for at, place, kind, fields in descriptors:
+                args[at] = descriptor = object.__new__(kind)
+                descriptor.__dict__.update(fields, base=memory[place])
+            run(*grid, stream, *arguments, *args)
+        if self._returns is Tensor:
+            return memory[self._places[0]]
+        return None if self._returns is NoneType else tuple([memory[place] for place in self._places])
+
+
+class Repeated:
+    """A launcher whose equal calls are recorded. `tensors` and `others` pick the fields of a record that are tensors,
+    whose places are given, and that are none. The number of recordings is bounded."""
+
+    __slots__ = ("_known", "_others", "_places", "_run", "_tensors")
+    _MOST = 512
+
+    def __init__(self, run: Callable[..., Any], tensors: Any, places: list[int], others: Any) -> None:
+        self._run, self._tensors, self._places, self._others = run, tensors, places, others
+        # False after one call, None if a call cannot be repeated.
+        self._known: dict[Hashable, Recording | bool | None] = {}
+
+    def __call__(self, call: Any) -> Any:
+        if walking or watched():
+            return self._run(call)
+        memory = [*self._tensors(call)]
+        key: Any = [self._others(call), torch._C._get_float32_matmul_precision()]
+        pointers: list[int | None] = []
+        united, last = 0, None
+        for x in memory:
+            if x is None:
+                key.append(None)
+                pointers.append(None)
+            else:
+                last, pointer = x, x.data_ptr()
+                pointers.append(pointer)
+                united |= pointer
+                key += x.shape, x.stride(), x.dtype
+        assert last is not None
+        device = last.device
+        key = *key, device.index
+        # Kernels are compiled for pointers on 16 bytes.
+        if united % 16 or not (INTERPRET or torch._C._cuda_getDevice() == device.index):
+            return self._run(call)
+        try:
+            found = self._known.get(key, True)
+        except TypeError:  # PyTorch's dispatcher makes lists of tuples
+            fields = [tuple(field) if isinstance(field, list) else field for field in call]
+            return self(tuple.__new__(type(call), fields))
+        if type(found) is Recording:
+            return found(memory, pointers, device)
+        if found is None:
+            return self._run(call)
+        if len(self._known) >= self._MOST:
+            self._known.clear()
+        if found is True:
+            results, self._known[key] = self._run(call), False
+            return results
+        recorder = Recorder([None if x is None else _alone(x) for x in memory])
+        fields = [*call]
+        for place, x in zip(self._places, recorder.memory):
+            fields[place] = x
+        with recorder:
+            results = self._run(tuple.__new__(type(call), fields))
+        self._known[key] = recorder.recording(results)
+        return results
+
+
+def _storage(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _alone(x: Tensor) -> Tensor:
+    """The tensor with a storage of its own over the same memory, so that operands that are views of one tensor, or one
+    tensor twice, can be told apart."""
+    alone: Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
+    # DLPack gives dimensions of 1 a stride of its own.
+    return alone.as_strided(x.shape, x.stride())
+
+
+def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
+    """A view of a tensor's memory, for steps that take no addresses."""
+    at = (x.storage_offset() * x.element_size() + offset) // dtype.itemsize
+    return torch.empty(0, dtype=dtype).set_(x.untyped_storage(), at, shape, strides)
