@@ -30,9 +30,9 @@ class Tile(NamedTuple):
 class Config:
     """The properties that the kernels of one attention are compiled for, as one constexpr.
 
-    Blocks of the layout (`block_q` by `block_k`), the tile of a step, whether layout and bias have a matrix of their
-    own for each batch and head (and the bias a row for each query), and what is added to the scores: of `terms` terms
-    of relative positions, `window` numbers each.
+    Blocks of the layout (`block_q` by `block_k`), the tile of a step, the width of values (`dv`), whether layout and
+    bias have a matrix of their own for each batch and head (and the bias a row for each query), and what is added to
+    the scores: of `terms` terms of relative positions, `window` numbers each.
     """
 
     block_q: int
@@ -44,6 +44,7 @@ class Config:
     registers: int | None
     key_stages: int
     block_d: int
+    dv: int
     causal: bool
     layout_batch: bool
     layout_head: bool
@@ -67,7 +68,7 @@ class Config:
 def config_of(p: Problem, tile: Tile, *added: Any) -> Config:
     """The config of kernels for a problem; `added` are its fields from `bias` on."""
     keys = tile.stages if tile.key_stages is None else tile.key_stages
-    fields: Any = (*p.block, *tile[:5], keys, launch.next_power_of_2(max(p.d, 16)), p.causal, *p.own, *added)
+    fields: Any = (*p.block, *tile[:5], keys, launch.next_power_of_2(max(p.d, 16)), p.dv, p.causal, *p.own, *added)
     return Config(*fields)
 
 
