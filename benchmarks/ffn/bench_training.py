@@ -63,6 +63,9 @@ def training(gated: bool, M: int, nnz: int | str, shared: float, sizes: tuple[in
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
         cls: Any = nn.GatedMLP if gated else nn.MLP
         block = cls(k, n, "relu", bias=True, dtype=dtype, device=device)
+        # Biases make the pattern, and are not trained.
+        for name in names:
+            block.get_submodule(name).bias.requires_grad_(False)
         for parameter in block.parameters():
             drawn = random_matrix(*parameter.shape, dtype, device, generator) if parameter.dim() == 2 else None
             parameter.data.zero_() if drawn is None else parameter.data.copy_(drawn.mul_(parameter.shape[1] ** -0.5))
