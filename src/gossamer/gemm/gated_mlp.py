@@ -14,6 +14,7 @@ from gossamer.gemm._torch import gated_mlp as _cpu
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import check_operands, linear_glu_operator, products_bwd
 from gossamer.gemm.records import GatedMlpBwd, LinearGlu
+from gossamer.rowsparse.formats import sums_over_rows
 
 _checked: Checked[str] = Checked()
 
@@ -141,7 +142,7 @@ class _GatedMLP(torch.autograd.Function):
             del gate, up
             found = products_bwd(grads, x, gate_weight, up_weight, ctx.bias_dtypes, ctx.needs_input_grad)
         if need_down_bias:
-            grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtypes[2])
+            grad_bias = sums_over_rows(grad).to(ctx.bias_dtypes[2])
         return *found.values(), grad_down, grad_bias, None, None
 
 

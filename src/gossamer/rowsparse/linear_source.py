@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from gossamer._core.operator import register
 from gossamer.rowsparse._torch import linear_source as _cpu
+from gossamer.rowsparse.formats import sums_over_rows
 from gossamer.rowsparse.records import LinearRows, Matmul, MatmulLinear, TransposeKeys
 
 
@@ -93,7 +94,7 @@ def _backward(call: LinearRows, kept: Any, grads: Any, needs: Any) -> dict[str, 
         columns = transpose_keys(TransposeKeys(indices, spans, weight.shape[0]))
         found["weight"] = gradients(x, indices, columns, values, spans, dense, None, weight.dtype)[0]
     if bias is not None and needs.bias:
-        found["bias"] = dense.sum(0, dtype=torch.promote_types(dense.dtype, torch.float32)).to(bias.dtype)
+        found["bias"] = sums_over_rows(dense).to(bias.dtype)
     return found
 
 

@@ -13,6 +13,7 @@ from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.entries import fitting
+from gossamer.rowsparse.formats import sums_over_rows
 from gossamer.rowsparse.linear_source import LinearSource, matmul_linear
 from gossamer.rowsparse.matmul_path import choose_path, rows_at_once
 from gossamer.rowsparse.pack import parts, unpack_operator
@@ -136,7 +137,7 @@ def _backward(call: Matmul, kept: Any, grads: Any, needs: Any) -> dict[str, Tens
     if needs.values and products is not None:
         found["values"] = products.to(values.dtype)
     if bias is not None and needs.bias:
-        found["bias"] = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(bias.dtype)
+        found["bias"] = sums_over_rows(grad).to(bias.dtype)
     return found
 
 
@@ -146,7 +147,7 @@ def _unpacks(values: Tensor, spans: Tensor, source: Tensor | None, weight: Tenso
     if torch.is_grad_enabled() or type(grad) is not Tensor or not values.dtype is weight.dtype is grad.dtype:
         return False
     m, n = spans.shape[1], weight.shape[0]
-    if choose_path(values, m, source is not None, weight) == "gather":
+    if choose_path(m, values.shape[0], source is not None, weight) == "gather":
         return False
     return rows_at_once(m, n, values.element_size(), values, weight, weight, grad) == m
 

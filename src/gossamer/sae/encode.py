@@ -16,7 +16,7 @@ from gossamer.rowsparse import Rows
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.entries import fitting, slots_of
-from gossamer.rowsparse.formats import empty_slots, threshold_dtype
+from gossamer.rowsparse.formats import empty_slots, sums_over_rows, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import check_capacity as check_slots
 from gossamer.rowsparse.pack import check_room
@@ -279,7 +279,7 @@ def encode_backward(call: SaeEncode, kept: Any, grads: Any, needs: Any) -> dict[
         found["threshold"] = grad_threshold if need_threshold else None
     if b_dec is not None and needs.b_dec:
         if needs.x:
-            found["b_dec"] = -found["x"].sum(0, dtype=threshold_dtype(x.dtype)).to(b_dec.dtype)  # type: ignore[union-attr]
+            found["b_dec"] = -sums_over_rows(found["x"]).to(b_dec.dtype)  # type: ignore[arg-type]
         else:
             # The same sum without the gradient of x: every row passes through the one W_enc.
             found["b_dec"] = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]

@@ -16,7 +16,7 @@ from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import sampled_matmul_dense
 from gossamer.rowsparse._triton.spans import row_span
-from gossamer.rowsparse.matmul_path import choose_sampled_path
+from gossamer.rowsparse.matmul_path import choose_path
 from gossamer.rowsparse.records import SampledMatmul
 
 
@@ -92,7 +92,7 @@ def sampled_matmul(call: SampledMatmul) -> tuple[Tensor, Tensor]:
     """
     x, weight, indices, spans, source, scatter, masked, products = call
     ready = scatter or products is not None or x.dtype is not weight.dtype
-    if not ready and choose_sampled_path(x, indices, source is not None, weight) == "dense":
+    if not ready and choose_path(x.shape[0], indices.shape[0], source is not None, weight) == "dense":
         return sampled_matmul_dense(x, weight, indices, spans, source, masked)
     x, weight = rows_contiguous(x), rows_contiguous(weight)
     m, d = x.shape
