@@ -11,7 +11,7 @@ from torch.utils import _pytree
 from gossamer._core.operator import register
 from gossamer.rowsparse._torch import linear_source as _cpu
 from gossamer.rowsparse.formats import sums_over_rows
-from gossamer.rowsparse.records import LinearRows, Matmul, MatmulLinear, TransposeKeys
+from gossamer.rowsparse.records import LinearRows, Matmul, TransposeKeys
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,19 +110,6 @@ def _linear_source() -> Any:
     from gossamer.rowsparse._triton.linear_source import linear_source
 
     return linear_source
-
-
-def _fake(call: MatmulLinear) -> Tensor:
-    weight = call.weight
-    return weight.new_empty(call.spans.shape[1], weight.shape[1], dtype=call.out_dtype or weight.dtype)
-
-
-# With gradients `rowsparse.matmul` takes the dense rows of the source.
-@register(MatmulLinear, cpu=_cpu.matmul_linear, fake=_fake, once_differentiable="rowsparse.matmul")
-def matmul_linear() -> Any:
-    from gossamer.rowsparse._triton.linear_source import matmul_linear
-
-    return matmul_linear
 
 
 _pytree.register_pytree_node(

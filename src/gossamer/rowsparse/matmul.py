@@ -8,16 +8,15 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, Key, key_of
 from gossamer._core.operator import register
-from gossamer._core.ops import needs_gradient
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.entries import fitting
 from gossamer.rowsparse.formats import sums_over_rows
-from gossamer.rowsparse.linear_source import LinearSource, matmul_linear
+from gossamer.rowsparse.linear_source import LinearSource
 from gossamer.rowsparse.matmul_path import choose_path, rows_at_once
 from gossamer.rowsparse.pack import parts, unpack_operator
-from gossamer.rowsparse.records import Matmul, MatmulBwd, MatmulLinear, SampledMatmul, TransposeKeys, Unpack
+from gossamer.rowsparse.records import Matmul, MatmulBwd, SampledMatmul, TransposeKeys, Unpack
 from gossamer.rowsparse.rows import Rows, check_container
 from gossamer.rowsparse.transpose import transpose_keys
 
@@ -88,19 +87,8 @@ def multiply(
     name: str = "weight",
 ) -> Tensor:
     """rows @ weight + bias, `[M, D]`, of checked shapes; the names are those of the caller's signature."""
-    autocasts = autocast.enabled(weight.device)
-    *lists, source = rows.packed
-    if (
-        isinstance(source, LinearSource)
-        and source.dtype is rows.dtype
-        and not source.squared
-        and not (autocasts or needs_gradient(rows, weight, bias))
-    ):
-        checks.same_dtype(operator, argument, lists[0], **{name: weight})
-        given = (source.x, source.weight, source.bias, source.threshold)
-        return matmul_linear(MatmulLinear._make((*lists, *given, weight, bias, out_dtype)))
     values, indices, spans, dense = parts(operator, rows, argument)
-    if autocasts:
+    if autocast.enabled(weight.device):
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
     checks.same_dtype(operator, argument, values, **{name: weight})
     out = matmul_operator(Matmul(values, indices, spans, dense, weight, bias, out_dtype))
