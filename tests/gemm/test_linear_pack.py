@@ -248,6 +248,24 @@ def test_rows_come_in_blocks(device: torch.device, generator: torch.Generator, m
     assert torch.equal(alone.counts, rows.counts[-30:])
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize("capacity", [3, 60])
+def test_blocks_of_rows_fill_one_container(
+    capacity: int, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same container, whether the library multiplies all rows at once or block by block."""
+    from gossamer.gemm._triton import linear_pack as kernels
+
+    x, weight = (random_rows(s, l0=5, device=device, generator=generator, integers=True) for s in ((8, 9), (60, 9)))
+    whole = gemm.linear_pack(x, weight, capacity=capacity)
+    monkeypatch.setattr(kernels, "rows_of_block", lambda *_: 3)
+    parts = gemm.linear_pack(x, weight, capacity=capacity)
+    for one, other in zip(whole.packed[:3], parts.packed[:3]):
+        assert torch.equal(one, other)
+    assert bool(whole.overflowed) == (capacity == 3)
+    assert torch.equal(parts.to_dense(), activated(x, weight))
+
+
 def test_autocast(device: torch.device, generator: torch.Generator) -> None:
     x, weight, bias = (torch.randn(size, device=device, generator=generator) for size in ((3, 8), (40, 8), (40,)))
     with torch.autocast(device.type, torch.float16):

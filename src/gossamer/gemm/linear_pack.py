@@ -49,8 +49,8 @@ def linear_pack(
         activation: `"relu"` keeps z > 0, `"relu2"` its square, and `JumpReLU(threshold)`, which has no bandwidth here,
             keeps z > threshold, which has no gradient. NaN is kept.
         capacity: slots per row; None takes what `rowsparse.pack` takes.
-        tile: columns, 1 to 32,767, that a GPU packs at a time, to `slots` slots, before it brings a row together; slots
-            None takes tile / 16, at least 1. A row with more entries in a tile overflows as well.
+        tile: columns, 1 to 32,767, that the path "hopper" packs at a time, to `slots` slots, before it brings a row
+            together; slots None takes tile / 16, at least 1. A row with more entries in a tile overflows there as well.
 
     Returns:
         `Rows` of shape `(..., N)` with positive values; `rows.counts` has the true number of entries of each row. A row

@@ -13,7 +13,7 @@ Path = Literal["hopper", "blocks"]
 PATHS: dict[Path, str] = {
     "hopper": "more than 64 rows of 16 bits on Hopper, and tiles of 256 for all of the GPU: the product packs its own "
     "result",
-    "blocks": "all other calls: products of the library, block by block of rows, each packed from the L2",
+    "blocks": "all other calls: products of the library, block by block of rows, whose entries are listed from the L2",
 }
 TILE = 256
 """Columns of a tile that Hopper's kernel packs."""
