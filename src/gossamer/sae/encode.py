@@ -24,7 +24,7 @@ from gossamer.rowsparse.records import DenseTranspose, Matmul, TransposeKeys
 from gossamer.rowsparse.rows import unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
-from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
+from gossamer.sae.encode_path import Path, choose_path, named, row_stride
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
@@ -156,7 +156,7 @@ def _in_tiles(
     # x is copied: the caller may change it before the rows that overflowed are read.
     inner = x.to(W_enc.dtype, copy=True) if b_dec is None else (x - b_dec).to(W_enc.dtype)
     fixed = "relu" if threshold is None else JumpReLU(threshold)
-    rows = linear_pack(inner, W_enc.t(), b_enc, fixed, capacity=capacity, slots=TILE_SLOTS)
+    rows = linear_pack(inner, W_enc.t(), b_enc, fixed, capacity=capacity)
     # Every entry is above 0.
     return unchecked(*rows.packed[:3], rows.shape, rows.packed.source, rows.counts.to(threshold_dtype(rows.dtype)))
 

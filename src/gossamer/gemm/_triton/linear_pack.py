@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.gemm.linear_pack_path import choose_path, packs
+from gossamer.gemm.linear_pack_path import SLOTS, TILE, choose_path, packs
 from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._triton.list_entries import Limit, list_slots
 from gossamer.rowsparse._triton.twell import gather_tiles, launch_pack_twell
@@ -22,15 +22,15 @@ from gossamer.rowsparse.formats import empty_slots, empty_twell, equal_spans
 
 def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor]:
     """(values, indices, spans)."""
-    x, weight, bias, threshold, tile, slots, capacity, squared = call
+    x, weight, bias, threshold, capacity, squared = call
     if choose_path(call) == "blocks":
         values, indices, spans = _list_blocks(x, weight, bias, threshold, capacity)
     else:
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        tiles = empty_twell(x, x.shape[0], weight.shape[0], tile, slots)
+        tiles = empty_twell(x, x.shape[0], weight.shape[0], TILE, SLOTS)
         hopper.launch_linear_pack(x, weight, bias, threshold, tiles)
-        values, indices, spans = gather_tiles(*tiles, tile, capacity)
+        values, indices, spans = gather_tiles(*tiles, TILE, capacity)
     if squared:
         values *= values
     return values, indices, spans
