@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of
+from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of, width_of
 from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of, splits_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
@@ -147,8 +147,8 @@ def _attention_fwd_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    DV: tl.constexpr = CONFIG.dv
-    BLOCK_V: tl.constexpr = triton.next_power_of_2(max(16, DV))
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    DV = width_of(D, CONFIG)
     SPLITS: tl.constexpr = CONFIG.splits
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -285,13 +285,13 @@ def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tens
     args = (*given.inputs, *into, lists.row_offsets, lists.col_indices, *given.sizes)
     _attention_fwd_kernel((tiles * splits * p.b * p.h, 1, 1), args, {"CONFIG": config}, **config.options)
     if splits > 1:
-        meta = {"SPLITS": splits, "BLOCK_D": launch.next_power_of_2(max(16, p.dv))}
+        meta = {"SPLITS": splits, "BLOCK_D": config.block_v}
         args = (*into, out, lse, p.h, p.tq, p.dv)
         _attention_join_kernel((p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
     return out, lse
 
 
-def with_columns(call: BlocksparseAttention | BlocksparseAttentionBwd, *names: str) -> dict[str, Tensor]:
+def with_columns(call: BlocksparseAttention | BlocksparseAttentionBwd, *names: str) -> dict[str, Any]:
     """The fields of these names, with a column of zeros in place of none."""
     fields = {name: getattr(call, name) for name in names}
     return {name: x if x.shape[-1] else x.new_zeros(*x.shape[:3], 1) for name, x in fields.items()}
@@ -315,7 +315,7 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     return launch_attention_fwd(given, splits_of(given.problem, q.device) if path == "split" else 1)
 
 
-EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, 96, True, True, True, "dense", True, True, True, 1, 129)
+EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, 128, 0, True, True, True, "dense", True, True, True, 1, 129)
 """What the kernels are compiled for in the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {

@@ -42,6 +42,7 @@ from gossamer.blocksparse.attention_lists import (
     owner_of,
     reached,
     row_of,
+    width_of,
 )
 from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
@@ -143,8 +144,8 @@ def _attention_dq_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    DV: tl.constexpr = CONFIG.dv
-    BLOCK_V: tl.constexpr = triton.next_power_of_2(max(16, DV))
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    DV = width_of(D, CONFIG)
     TERMS: tl.constexpr = CONFIG.terms
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -193,8 +194,8 @@ def _attention_dkdv_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    DV: tl.constexpr = CONFIG.dv
-    BLOCK_V: tl.constexpr = triton.next_power_of_2(max(16, DV))
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    DV = width_of(D, CONFIG)
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK_N)
@@ -249,8 +250,8 @@ def _attention_dbias_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
-    DV: tl.constexpr = CONFIG.dv
-    BLOCK_V: tl.constexpr = triton.next_power_of_2(max(16, DV))
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    DV = width_of(D, CONFIG)
     SIDE_K: tl.constexpr = BLOCK_K // BLOCK_N
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M * SIDE_K
     DENSE: tl.constexpr = CONFIG.bias == "dense"
@@ -366,7 +367,7 @@ def launch_attention_bwd(
     args = (*inputs, dq, drelative, lists.row_offsets, lists.col_indices, *given.sizes)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
-    if launch.next_power_of_2(max(p.d, p.dv, 16)) * q.element_size() >= 256:
+    if max(config.block_d, config.block_v) * q.element_size() >= 256:
         config = replace(config, block_m=max(16, config.block_m // 2))
     grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
     args = (*inputs, dk, dv, lists.col_offsets, lists.transpose_order, lists.row_indices, *given.sizes)
