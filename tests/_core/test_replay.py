@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from gossamer import attention as attend
-from gossamer import blocksparse
+from gossamer import blocksparse, gemm, sae
 from gossamer._core import replay
 from gossamer._core.operator import OPERATORS
 
@@ -123,6 +123,16 @@ def scores(device: torch.device) -> list[Call]:
     return [call] * 4
 
 
+def rows(device: torch.device) -> list[Call]:
+    """Products by the library, and a kernel whose programs signal each other by flags with an epoch."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        x, weight = torch.cat([q.flatten(0, 2)] * 2), k.flatten(0, 2)
+        return gemm.linear_glu(x, weight, v.flatten(0, 2)), sae.decode(x[:4].relu(), weight[:16], capacity=9)
+
+    return [call] * 4
+
+
 CASES: dict[str, tuple[Callable[[torch.device], Sequence[Call]], int]] = {
     "blocks": (blocks, 32),
     "gradients": (gradients, 32),
@@ -130,6 +140,7 @@ CASES: dict[str, tuple[Callable[[torch.device], Sequence[Call]], int]] = {
     "lists": (lambda device: selected(device, path="lists"), 32),
     "decode": (selected, 3),
     "scores": (scores, 32),
+    "rows": (rows, 32),
 }
 
 

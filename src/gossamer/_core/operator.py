@@ -94,8 +94,7 @@ def register(
 
     The first call on a GPU calls the decorated function, so that a machine without one never imports Triton. The
     function returns a launcher, which takes the record. With a parameter, the function gets the path of a call and
-    returns the path's launcher. Without a parameter, the launcher calls `choose_path` itself: a launcher that keeps
-    prepared launches does so once for many calls.
+    returns the path's launcher. Without a parameter, the launcher calls `choose_path` itself.
 
     Args:
         record: a `NamedTuple` of the arguments. `SparseAttention` makes the operator "sparse_attention".

@@ -6,8 +6,9 @@ launches. A `Recording` keeps the compiled launches, and for each of their point
 it points into, and its offset there. It holds no tensor, no memory and no stream, so it serves any operands of its key,
 in eager calls and while a CUDA graph captures.
 
-A launcher is recorded only if each of its steps is an allocation, a view, a copy or a launch: a mode of PyTorch's
-dispatcher looks on and refuses every other step, as it refuses a pointer into memory that no step has made.
+A launcher is recorded only if each of its steps is an allocation, a view, a copy, a product by the library or a launch:
+a mode of PyTorch's dispatcher looks on and refuses every other step, as it refuses a pointer into memory that no step
+has made. Memory that launches of a stream share, `flags`, `scratch` and `counters` of `launch`, is asked for anew.
 """
 
 import threading
@@ -32,19 +33,28 @@ _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_li
 _EMPTY |= {_aten.new_empty.default, _aten.new_empty_strided.default}
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
-_WRITES = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar}
+_WRITES = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.mm.out, _aten.addmm.out}
 Launch = tuple[Callable[..., Any], tuple[Any, ...]]
 """A compiled kernel's function, and its arguments between the stream and those of the kernel."""
 recorders: "dict[int, Recorder]" = {}
 """The recorder of each thread that has one."""
 
 
+class Epoch(int):
+    """The epoch of a recorded launch, and its place in `Recorder.memory`, beside that of the flags."""
+
+    place: int
+
+
 class Recorder(TorchDispatchMode):
-    """Looks on while a launcher runs. `memory` begins with the operands, None for missing ones; allocations follow."""
+    """Looks on while a launcher runs. `memory` begins with the operands, None for missing ones; memory that steps make
+    follows. `made` says of each such step how it is repeated, and `steps` which of them made a place of memory."""
 
     def __init__(self, operands: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.complete, self.operands = True, len(operands)
+        self.complete = True
+        self.made: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
+        self.steps: dict[int, int] = {}
         # Allocations stay alive while others are made, so that no address comes twice.
         self.memory: list[Tensor | None] = list(operands)
         self.launches: list[tuple[Launch, tuple[int, int, int], list[Any], list[Any], list[Any]]] = []
@@ -62,21 +72,36 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made = function(*args, **(kwargs or {}))
         if function in _EMPTY or function in _ZEROS or function in _COPIES:
-            self._places[_storage(made)] = len(self.memory)
-            self.memory.append(made)
             self.complete = self.complete and made.device == self._device
+            self.keep(made, EMPTY[self._device.type], tuple(made.shape), made.stride(), made.dtype)
         if function in _COPIES:
             self._write(_aten.copy_.default, made, args[0])
         elif function in _ZEROS:
             self._write(_aten.zero_.default, made)
         elif function in _WRITES:
-            self._write(function, *args)
+            self.complete = self.complete and not {*(kwargs or {})} - {"out"}
+            self._write(function, *args, *(kwargs or {}).values())
         elif function not in _EMPTY and not function.is_view:
             self.complete = False
         return made
 
+    def keep(self, made: Tensor, maker: Callable[..., Any], *args: Any) -> None:
+        """Memory that a step has made, and a repetition makes by `maker`."""
+        self._places[_storage(made)] = len(self.memory)
+        self.steps[len(self.memory)] = len(self.made)
+        self.memory.append(made)
+        self.made.append((maker, args))
+
+    def signals(self, flags: Tensor, epoch: int, maker: Callable[..., Any], *args: Any) -> Epoch:
+        """The epoch of a launch with flags; `maker` gives both to a repetition."""
+        self.keep(flags, maker, *args)
+        found = Epoch(epoch)
+        found.place = len(self.memory)
+        self.memory.append(None)
+        return found
+
     def _write(self, function: Any, *args: Any) -> None:
-        self.add((lambda x, y, z, stream, *given: function(*given), ()), (1, 1, 1), args, {}, views=True)
+        self.add((_run_below_autograd, (function,)), (1, 1, 1), args, {}, views=True)
 
     def _place_of(self, x: Tensor) -> tuple[int, int]:
         """(place in `memory`, bytes behind its beginning) of a tensor."""
@@ -100,10 +125,13 @@ class Recorder(TorchDispatchMode):
         for at, arg in enumerate(args):
             if isinstance(arg, Tensor):
                 # A tensor without elements has the address 0.
-                constant[at] = torch.empty(0, dtype=arg.dtype) if views else 0
+                constant[at] = arg.new_empty(arg.shape) if views and not arg.numel() else 0
                 if arg.numel():
                     place, offset = self._place_of(arg)
                     pointers.append((at, place, offset, (arg.dtype, arg.shape, arg.stride()) if views else None))
+            elif type(arg) is Epoch:
+                constant[at] = 0
+                pointers.append((at, arg.place, 0, None))
             elif hasattr(arg, "block_shape"):
                 place, offset = self._place_of(arg.base)
                 self.complete = self.complete and offset == 0 and not INTERPRET
@@ -114,15 +142,16 @@ class Recorder(TorchDispatchMode):
 
     def recording(self, results: Any) -> "Recording | None":
         """The recording of a launcher that returned these results; None where it cannot be repeated."""
-        fresh = self.memory[self.operands :]
-        made: list[Any] = [(tuple(x.shape), x.stride(), x.dtype) for x in fresh if x is not None]
-        between, places = sum(x.nbytes for x in fresh if x is not None), []
+        made, places = [*self.made], []
+        between = sum(x.nbytes for place, x in enumerate(self.memory) if x is not None and place in self.steps)
         for result in (results,) if isinstance(results, Tensor) else results or ():
             place, offset = self._place_of(result)
-            whole = self.memory[place]
-            if offset or place < self.operands or place in places or whole is None or whole.nbytes != result.nbytes:
+            whole, step = self.memory[place], self.steps.get(place)
+            if offset or step is None or place in places or whole is None or whole.nbytes != result.nbytes:
                 return None
-            made[place - self.operands] = tuple(result.shape), result.stride(), result.dtype
+            maker, (_, _, dtype) = made[step]
+            made[step] = maker, (tuple(result.shape), result.stride(), dtype)
+            self.complete = self.complete and dtype is result.dtype
             places.append(place)
             between -= result.nbytes
         if not self.complete or between > _MOST_BYTES:
@@ -130,9 +159,9 @@ class Recorder(TorchDispatchMode):
         return Recording(made, self.launches, places, results)
 
 
-_MOST_BYTES = 1 << 28
-"""Of allocations that are no results, which are alive together when a recording runs. Calls that need more take the
-device longer than the host."""
+_MOST_BYTES = 1 << 26
+"""Of allocations that are no results. A recording holds them all until it ends, where a launcher may use memory again;
+and calls that need more take the device longer than the host."""
 
 
 class Recording:
@@ -146,11 +175,15 @@ class Recording:
 
     def __call__(self, memory: list[Any], pointers: list[Any], device: torch.device) -> Any:
         """The results for operands `memory`, whose addresses are `pointers`."""
-        empty = EMPTY[device.type]
-        for shape, strides, dtype in self._made:
-            made = empty(shape, strides, dtype)
-            memory.append(made)
-            pointers.append(made.data_ptr())
+        for maker, given in self._made:
+            made = maker(*given)
+            if type(made) is tuple:
+                made, epoch = made
+                memory += made, None
+                pointers += made.data_ptr(), epoch
+            else:
+                memory.append(made)
+                pointers.append(made.data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(device.index) if not INTERPRET else 0
         for (run, arguments), grid, constant, places, descriptors in self._launches:
             args = constant.copy()
@@ -235,7 +268,18 @@ def _alone(x: Tensor) -> Tensor:
     return alone.as_strided(x.shape, x.stride())
 
 
+def _run_below_autograd(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
+    """A step by PyTorch, which takes the place of a launch."""
+    with torch._C._AutoDispatchBelowAutograd():
+        if function in (_aten.mm.out, _aten.addmm.out):
+            function(*args[:-1], out=args[-1])
+        else:
+            function(*args)
+
+
 def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
     """A view of a tensor's memory, for steps that take no addresses."""
+    if x.dtype is dtype:
+        return x.detach().as_strided(shape, strides, x.storage_offset() + offset // dtype.itemsize)
     at = (x.storage_offset() * x.element_size() + offset) // dtype.itemsize
-    return torch.empty(0, dtype=dtype).set_(x.untyped_storage(), at, shape, strides)
+    return torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage(), at, shape, strides)
