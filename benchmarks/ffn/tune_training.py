@@ -94,7 +94,7 @@ class Operands:
 
     def by_hand(self) -> Tensor:
         """The operators of `rowsparse`."""
-        call = LinearPack(self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False)
+        call = LinearPack(self.x, self.gate, self.bias, None, self.capacity, False)
         values, indices, spans = linear_pack_operator(call)
         if self.up is not None:
             values = (
