@@ -70,6 +70,7 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
     grad_down, _, dots = weight_gradients(
         by_neuron, (by_neuron.hidden, None), grad, weights.down, product=True, tile=train_columns.DOWN
     )
+    assert dots is not None
     by_row, by_column = hidden_gradients(by_neuron, dots, values, up, share, squared)
     del dots
     sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
