@@ -162,18 +162,16 @@ def along(lead: Sequence[int], dim: int, axis: Axis) -> Axis:
 
 def tiled(lead: Sequence[int], times: Sequence[int], interleave: bool) -> Axis:
     """Leading dimensions of which each is repeated, for matrices counted through."""
-    axis = whole(math.prod(lead))
-    for dim, count in enumerate(times):
-        if count != 1:
-            shape = [size * t if k < dim else size for k, (size, t) in enumerate(zip(lead, times))]
-            axis = then(axis, along(shape, dim, repeated(shape[dim], count, interleave)))
-    return axis
+    count, copies = math.prod(lead), math.prod(times)
+    if all(each == 1 for each in times):
+        return whole(count)
 
+    def forward(device: torch.device) -> Tensor:
+        at = torch.arange(count, device=device).view(*lead)
+        if not interleave:
+            return at.repeat(*times).view(-1)
+        for dim, each in enumerate(times):
+            at = at.repeat_interleave(each, dim)
+        return at.view(-1)
 
-def then(first: Axis, second: Axis) -> Axis:
-    """One axis after another, of matrices."""
-    forward, later = first.forward, second.forward
-    if forward is None or later is None:
-        return second if forward is None else first
-    copies = first.copies * second.copies
-    return Axis(first.source, second.length, lambda device: forward(device)[later(device)], 1, copies)
+    return Axis(count, count * copies, forward, 1, copies)

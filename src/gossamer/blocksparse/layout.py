@@ -24,6 +24,11 @@ BLOCKS = (16, 32, 64, 128)
 BlockSize = int | tuple[int, int]
 
 
+def _listed(name: str) -> Any:
+    """The list of a name, a view of the buffer."""
+    return property(lambda layout: getattr(layout.lists, name))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """The present blocks of Z matrices of rows x cols blocks, by rows and by columns. `from_mask` makes one.
@@ -105,33 +110,9 @@ class Layout:
     def device(self) -> torch.device:
         return self.buffer.device
 
-    @property
-    def row_offsets(self) -> Tensor:
-        return self.lists.row_offsets
-
-    @property
-    def col_indices(self) -> Tensor:
-        return self.lists.col_indices
-
-    @property
-    def row_indices(self) -> Tensor:
-        return self.lists.row_indices
-
-    @property
-    def col_offsets(self) -> Tensor:
-        return self.lists.col_offsets
-
-    @property
-    def transpose_order(self) -> Tensor:
-        return self.lists.transpose_order
-
-    @property
-    def positions(self) -> Tensor:
-        return self.lists.positions
-
-    @property
-    def elements(self) -> Tensor | None:
-        return self.lists.elements
+    row_offsets, col_indices, row_indices = map(_listed, ("row_offsets", "col_indices", "row_indices"))
+    col_offsets, transpose_order, positions = map(_listed, ("col_offsets", "transpose_order", "positions"))
+    elements = _listed("elements")
 
     @property
     def nnz(self) -> Tensor:
@@ -369,22 +350,6 @@ class Layout:
         capacity, most, filled = room_for(operator, mask, cuts if room else None, capacity)
         layout = Layout.from_mask(mask, self.block_size, size=self.size, capacity=capacity)
         return replace(elements.joined(layout, cuts, min(room, most), given, union), filled=filled)
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draws the first matrix, present blocks dark, into a Matplotlib axis, a new one if None, and returns it.
-
-        Raises:
-            ImportError: Matplotlib is not installed (`pip install gossamer[cli]` installs it).
-        """
-        import matplotlib.pyplot as plt
-
-        ax = plt.subplots()[1] if ax is None else ax
-        (m, n), (rows, cols), (height, width) = self.size, self.shape[-2:], self.block_size
-        grid = self.to_dense().reshape(-1, rows, cols)[0].cpu().numpy()
-        extent = (0, cols * width, rows * height, 0)
-        ax.imshow(grid, cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=extent, aspect="auto")
-        ax.set(xlim=(0, n), ylim=(m, 0), xlabel=f"{n} columns", ylabel=f"{m} rows")
-        return ax
 
     def draw(self) -> str:
         """The first matrix as text, a character a block, `#` where it is present; at most 64 x 64 of its blocks.

@@ -172,9 +172,15 @@ def _cat(operator: str, tensors: Sequence[BlockSparseTensor], dim: int, layout: 
     dim = _dim(operator, first, dim)
     for k, x in enumerate(tensors):
         _check_alike(operator, first, x, f"tensors[{k}]", dim)
-    lengths = [x.shape[dim] for x in tensors]
+    grids, ahead, lengths = [], 0, [x.shape[dim] for x in tensors]
+    for x in tensors:
+        grid = x.layout.positions.view(x.layout.shape)
+        grids.append(torch.where(grid >= 0, grid.clamp(max=x.layout.capacity - 1) + ahead, -1))
+        ahead += x.layout.capacity
+    # A tensor that overflowed spoils all.
+    lost = torch.stack([x.layout.overflowed for x in tensors]).any()
     shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
-    return _joined(operator, first, _side_by_side(tensors, dim), shape, dim, lengths, layout)
+    return _joined(operator, first, torch.cat([x.values for x in tensors]), grids, lost, shape, dim, lengths, layout)
 
 
 def stack(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | None = None) -> BlockSparseTensor:
@@ -251,78 +257,45 @@ def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | No
     rest = [size for k, size in enumerate(x.shape) if k != dim]
     into -= into > dim
     lengths, rest[into] = [rest[into]] * times, rest[into] * times
-    # The blocks as they are, in the places of the result's.
-    grid = torch.cat(given.positions.view(given.shape).clamp(max=given.capacity - 1).unbind(dim), into)
-    cols, place = max(grid.shape[-1], 1), torch.arange(grid.numel(), device=x.device)
-    of_block = torch.full((given.capacity + 1,), -1, dtype=torch.int64, device=x.device)
-    of_block.scatter_(0, torch.where(grid >= 0, grid, given.capacity).flatten().long(), place)
-    at = of_block[:-1]
-    lines, columns = (torch.where(at >= 0, part, -1) for part in (at // cols, at % cols))
-    source = _source(given, grid, into - len(rest), given.lists.nnz, lines, columns)
-    return _joined(operator, x, (x.values, source), tuple(rest), into, lengths, layout)
-
-
-def _source(layout: Layout, grid: Tensor, axis: int, nnz: Tensor, lines: Tensor, columns: Tensor) -> Source:
-    """Blocks side by side along an axis, whose numbers are in a grid `[..., rows, cols]`, like those of a layout."""
-    size = list(layout.size)
-    if axis >= -2:
-        size[axis] = grid.shape[axis] * layout.block_size[axis]
-    (*lead, rows, cols), capacity = grid.shape, lines.shape[0]
-    form = Form(math.prod(lead), rows, cols, *layout.block_size, size[0], size[1], capacity)
-    return half_of(form, nnz, columns, lines, grid), form
-
-
-def _side_by_side(tensors: Sequence[BlockSparseTensor], dim: int) -> tuple[Tensor, Source]:
-    """(values, where they are) of tensors whose grids of blocks stand side by side, their blocks as they were."""
-    layouts = [x.layout for x in tensors]
-    first = layouts[0]
-    grids, lines, columns, ahead, places = [], [], [], 0, 0
-    total = sum(layout.shape[dim] for layout in layouts)
-    inner = math.prod(first.shape[dim + 1 : -1])
-    for layout in layouts:
-        grid, at = layout.positions.view(layout.shape), layout.row_indices
-        grids.append(torch.where(grid >= 0, grid.clamp(max=layout.capacity - 1) + ahead, -1))
-        if dim == len(first.shape) - 1:
-            lines.append(at)
-            columns.append(torch.where(at >= 0, layout.col_indices + places, -1))
-        else:
-            # A row's number changes with those that stand before it.
-            step = max(layout.shape[dim] * inner, 1)
-            lines.append(torch.where(at >= 0, at // step * (total * inner) + at % step + places * inner, -1))
-            columns.append(layout.col_indices)
-        ahead, places = ahead + layout.capacity, places + layout.shape[dim]
-    # One that overflowed spoils all.
-    lost = torch.stack([layout.overflowed for layout in layouts]).any()
-    nnz = torch.where(lost, ahead + 1, 0).view(1)
-    joined = torch.cat(grids, dim), dim - len(first.shape), nnz, torch.cat(lines), torch.cat(columns)
-    return torch.cat([x.values for x in tensors]), _source(first, *joined)
+    grids = given.positions.view(given.shape).clamp(max=given.capacity - 1).unbind(dim)
+    return _joined(operator, x, x.values, grids, given.overflowed, tuple(rest), into, lengths, layout)
 
 
 def _joined(
     operator: str,
     like: BlockSparseTensor,
-    side_by_side: tuple[Tensor, Source],
+    values: Tensor,
+    grids: Sequence[Tensor],
+    lost: Tensor,
     shape: tuple[int, ...],
     dim: int,
     lengths: list[int],
     layout: Layout | None,
 ) -> BlockSparseTensor:
-    """Tensors that stand side by side block by block, as one of `shape`, in which they stand side by side element by
-    element: of these lengths along dim."""
-    values, source = side_by_side
-    block = like.layout.block_size
+    """Parts side by side, of `lengths` elements along `dim`, as one tensor of `shape`. A part is a grid `[..., rows,
+    cols]` of the numbers of its blocks among `values`, -1 where one is absent; `lost` says whether blocks are missing.
+    """
+    capacity, block, axis = values.shape[0], like.layout.block_size, dim - len(shape)
     ends = [axes.whole(shape[-2]), axes.whole(shape[-1])]
-    if (axis := dim - len(shape)) >= -2:
+    if axis >= -2:
         ends[axis] = axes.joined(lengths, block[axis])
     moved = axes.whole(math.prod(shape[:-2])), ends[0], ends[1]
+    # The blocks stay in their order, in which a half of a buffer says where they stand: parts begin with blocks.
+    grid = torch.cat(list(grids), dim)
+    *lead, rows, cols = grid.shape
+    form = Form(math.prod(lead), rows, cols, *block, ends[0].source, ends[1].source, capacity)
+    of_block = torch.full((capacity + 1,), -1, dtype=torch.int64, device=grid.device)
+    places = torch.arange(grid.numel(), device=grid.device)
+    at = of_block.scatter_(0, torch.where(grid >= 0, grid, capacity).flatten().long(), places)[:-1]
+    lines, columns = (torch.where(at >= 0, part, -1) for part in (at // max(cols, 1), at % max(cols, 1)))
+    buffer = half_of(form, torch.where(lost, capacity + 1, 0).view(1), columns, lines, grid)
     if layout is None:
-        present = Layout((source[1].z,), *source[::-1]).to_dense()
-        mask = _reach(present, moved, block, block)
-        room = values.shape[0] * ends[0].spread(block[0], block[0]) * ends[1].spread(block[1], block[1])
+        mask = _reach((grid >= 0).view(form[:3]), moved, block, block)
+        room = capacity * ends[0].spread(block[0], block[0]) * ends[1].spread(block[1], block[1])
         layout = _result(mask, shape, block, min(room, mask.numel()))
     else:
         _check_result(operator, layout, shape, like)
-    return _pull(values, source, layout, Moved(moved))
+    return _pull(values, (buffer, form), layout, Moved(moved))
 
 
 @overload

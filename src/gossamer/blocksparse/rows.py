@@ -17,15 +17,10 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer._core.operator import register
 from gossamer.blocksparse._torch import rows as _impl
-from gossamer.blocksparse._torch import tensor as _cpu
+from gossamer.blocksparse._torch.tensor import valid
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import lost
-from gossamer.blocksparse.records import (
-    BlocksparseCollect,
-    BlocksparseFillOutside,
-    BlocksparseMost,
-    BlocksparseShifted,
-)
+from gossamer.blocksparse.records import BlocksparseReduced, BlocksparseShifted
 
 
 def check_floats(operator: str, argument: str, values: Tensor) -> None:
@@ -47,9 +42,7 @@ def fill_outside(values: Tensor, layout: Layout, fill: float, behind: bool = Tru
     form = layout.form
     if not ((behind and not layout.filled) or form.m % form.height or form.n % form.width):
         return values
-    call = BlocksparseFillOutside(values, layout.buffer, form, float(fill), behind)
-    # A compiler fuses PyTorch's own functions with those that follow.
-    return _cpu.fill_outside(call) if torch.compiler.is_compiling() else _fill_outside(call)
+    return torch.where(valid(layout.lists, behind), values, values.new_full((), fill))
 
 
 def reduced(operator: str, values: Tensor, layout: Layout, dim: int, how: str) -> Tensor:
@@ -60,13 +53,7 @@ def reduced(operator: str, values: Tensor, layout: Layout, dim: int, how: str) -
     # A Python int leaves integers what they are, a float would not.
     absent = 0 if how == "sum" else lost(dtype) if exact else -math.inf
     values = fill_outside(values, layout, absent, behind=False)
-    given = layout.buffer, layout.form, dim
-    if not exact:
-        values = values.to(torch.promote_types(dtype, torch.float32))
-    if how == "sum":
-        out = _collect(BlocksparseCollect(values.sum(dim), *given))
-    else:
-        out = _most(BlocksparseMost(values, *given))
+    out = _reduced(BlocksparseReduced(values, layout.buffer, layout.form, dim, how))
     length, block = layout.size[dim + 1], layout.block_size[dim + 1]
     out = out.view(layout.batch, -(-length // block) * block)[:, :length]
     out = torch.where(layout.overflowed, lost(out.dtype), out)
@@ -117,10 +104,6 @@ def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor
     return torch.where(layout.overflowed, torch.nan, padded)
 
 
-def _collect_backward(call: BlocksparseCollect, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    return {"parts": _impl.spread(grads[0], *call[1:])}
-
-
 def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     """The gradient of the vector is summed in its own dtype, float32 at least, over all blocks."""
     (grad,), lists = grads, (call.layout, call.form, call.dim)
@@ -128,36 +111,38 @@ def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: An
     if call.how == "mul":
         values, vectors = kept
         along, towards = grad * values, _shifted(call._replace(values=grad, vectors=vectors))
-    summed = None
-    if needs.vectors:
-        parts = along.sum(call.dim, dtype=torch.promote_types(grad.dtype, torch.float32))
-        summed = _collect(BlocksparseCollect(parts, *lists))
+    summed = _reduced(BlocksparseReduced(along, *lists, "sum")) if needs.vectors else None
     return {"values": towards, "vectors": summed}
 
 
-def _most_backward(call: BlocksparseMost, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    (grad,), (found,), values = grads, kept, call.values
-    lists = call.layout, call.form, call.dim
-    best = values == _impl.spread(found, *lists).unsqueeze(call.dim)
-    share = grad / _collect(BlocksparseCollect(best.to(grad.dtype).sum(call.dim), *lists))
-    return {"values": torch.where(best, _impl.spread(share, *lists).unsqueeze(call.dim), 0)}
+def _reduced_backward(call: BlocksparseReduced, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    (grad,), (dtype, values, found), lists = grads, kept, (call.layout, call.form, call.dim)
+    if values is None:
+        made = _impl.spread(grad, *lists).unsqueeze(call.dim).expand(call.form[7:8] + call.form[3:5])
+    else:
+        # Equal maxima share the gradient.
+        best = values == _impl.spread(found, *lists).unsqueeze(call.dim)
+        share = grad / _reduced(BlocksparseReduced(best.to(dtype), *lists, "sum"))
+        made = torch.where(best, _impl.spread(share, *lists).unsqueeze(call.dim), 0)
+    return {"values": made.to(dtype)}
 
 
-def _of_lines(call: BlocksparseCollect | BlocksparseMost, like: Tensor) -> Tensor:
-    """Empty `[rows, b]`."""
+def _fake_reduced(call: BlocksparseReduced) -> Tensor:
     z, *counts = call.form[:3]
-    return like.new_empty(z * counts[call.dim + 1], call.form[3:5][call.dim + 1])
+    dtype = _impl.summed(call.values.dtype) if call.how == "sum" else call.values.dtype
+    return call.values.new_empty(z * counts[call.dim + 1], call.form[3:5][call.dim + 1], dtype=dtype)
 
 
 @register(
-    BlocksparseCollect,
-    cpu=_impl.collect,
-    fake=lambda call: _of_lines(call, call.parts),
-    backward=_collect_backward,
+    BlocksparseReduced,
+    cpu=_impl.reduced,
+    fake=_fake_reduced,
+    backward=_reduced_backward,
     saved=("layout",),
+    keep=lambda call, found: (call.values.dtype, *((call.values, found) if call.how == "max" else (None, None))),
 )
-def _collect() -> Any:
-    return _impl.collect
+def _reduced() -> Any:
+    return _impl.reduced
 
 
 @register(
@@ -170,32 +155,3 @@ def _collect() -> Any:
 )
 def _shifted() -> Any:
     return _impl.shifted
-
-
-@register(
-    BlocksparseMost,
-    cpu=_impl.most,
-    fake=lambda call: _of_lines(call, call.values),
-    backward=_most_backward,
-    saved=("values", "layout"),
-    keep=lambda call, found: (found,),
-)
-def _most() -> Any:
-    return _impl.most
-
-
-def _fill_outside_backward(call: BlocksparseFillOutside, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    return {"values": _fill_outside(call._replace(values=grads[0], fill=0.0))}
-
-
-@register(
-    BlocksparseFillOutside,
-    cpu=_cpu.fill_outside,
-    fake=lambda call: torch.empty_like(call.values, memory_format=torch.contiguous_format),
-    backward=_fill_outside_backward,
-    saved=("layout",),
-)
-def _fill_outside() -> Any:
-    from gossamer.blocksparse._triton.tensor import fill_outside
-
-    return fill_outside

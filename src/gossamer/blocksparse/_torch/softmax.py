@@ -11,7 +11,6 @@ from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxB
 
 
 def softmax(call: BlocksparseSoftmax) -> Tensor:
-    """Operator `blocksparse_softmax`."""
     values, mask, scale, lists = call.values, call.mask, call.scale, Lists(call.layout, call.form)
     z, rows, _, height, width, m, n, *_ = lists.form
     if lists.overflowed():
@@ -58,7 +57,6 @@ def _of_blocks(mask: Tensor, row: Tensor, col: Tensor, size: tuple[int, int], bl
 
 
 def softmax_bwd(call: BlocksparseSoftmaxBwd) -> Tensor:
-    """Operator `blocksparse_softmax_bwd`."""
     out, scale, lists = call.out, call.scale, Lists(call.layout, call.form)
     if lists.overflowed():
         return torch.full_like(out, float("nan"), memory_format=torch.contiguous_format)
