@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from gossamer._core import checks
 
 Map = Callable[[torch.device], Tensor]
 
@@ -75,38 +72,20 @@ Axes = tuple[Axis, Axis, Axis]
 """What happens to matrices, to rows and to columns."""
 
 
-class Moved:
-    """What happens to matrices, the shape of the result, and what follows from it on the device, made when it is asked
-    for."""
+def maps(moved: Axes, device: torch.device) -> list[Tensor | None]:
+    """int64 `[result's length, 1]` of each axis: sources."""
+    return [None if axis.forward is None else axis.forward(device)[:, None] for axis in moved]
 
-    def __init__(self, axes: Axes, shape: tuple[int, ...] = ()) -> None:
-        self.axes = axes
-        self.shape = shape
-        self._made: dict[str, Any] = {}
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes, kept: but not what a graph makes, which is there only when the graph is replayed."""
-        if torch.compiler.is_compiling() or checks.capturing():
-            return self._made[name] if name in self._made else make()
-        if name not in self._made:
-            # A gradient may ask later for what inference made first.
-            with torch.inference_mode(False):
-                self._made[name] = make()
-        return self._made[name]
-
-    def maps(self, device: torch.device) -> list[Tensor | None]:
-        """int64 `[result's length, 1]` of each axis: sources."""
-        return [None if axis.forward is None else axis.forward(device)[:, None] for axis in self.axes]
-
-    def inverses(self, device: torch.device) -> list[Tensor | None]:
-        """int64 `[source's length, copies]` of each axis, such that copy k of a source is at place k of all three."""
-        counts = [axis.copies for axis in self.axes]
-        number = torch.arange(math.prod(counts), device=device)
-        found = []
-        for k, x in enumerate(axis.inverse(device) for axis in self.axes):
-            copy = number // math.prod(counts[k + 1 :]) % counts[k]
-            found.append(None if x is None else x.index_select(1, copy))
-        return found
+def inverses(moved: Axes, device: torch.device) -> list[Tensor | None]:
+    """int64 `[source's length, copies]` of each axis, such that copy k of a source is at place k of all three."""
+    counts = [axis.copies for axis in moved]
+    number = torch.arange(math.prod(counts), device=device)
+    found = []
+    for k, x in enumerate(axis.inverse(device) for axis in moved):
+        copy = number // math.prod(counts[k + 1 :]) % counts[k]
+        found.append(None if x is None else x.index_select(1, copy))
+    return found
 
 
 def whole(length: int) -> Axis:

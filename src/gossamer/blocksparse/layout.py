@@ -24,9 +24,10 @@ BLOCKS = (16, 32, 64, 128)
 BlockSize = int | tuple[int, int]
 
 
-def _listed(name: str) -> Any:
-    """The list of a name, a view of the buffer."""
-    return property(lambda layout: getattr(layout.lists, name))
+def _part(name: str) -> Any:
+    """A number of the form, or a list of the buffer."""
+    owner, _, part = name.partition(".")
+    return property(lambda layout: getattr(getattr(layout, owner), part))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -44,6 +45,7 @@ class Layout:
         filled: whether the host knows that there is no room behind the last block, because it has counted the blocks.
 
     Attributes:
+        batch: Z, the number of matrices; rows, cols: of blocks of each.
         shape: `(..., rows, cols)` in blocks.
         block_size: `(height, width)` of a block in elements, each 16, 32, 64 or 128.
         size: `(M, N)` in elements; the blocks of the last row and column may reach beyond.
@@ -89,30 +91,14 @@ class Layout:
     def size(self) -> tuple[int, int]:
         return self.form.m, self.form.n
 
-    @property
-    def batch(self) -> int:
-        """Z: the number of matrices."""
-        return self.form.z
-
-    @property
-    def rows(self) -> int:
-        return self.form.rows
-
-    @property
-    def cols(self) -> int:
-        return self.form.cols
-
-    @property
-    def capacity(self) -> int:
-        return self.form.capacity
+    row_offsets, col_indices, row_indices = map(_part, ("lists.row_offsets", "lists.col_indices", "lists.row_indices"))
+    col_offsets, transpose_order = map(_part, ("lists.col_offsets", "lists.transpose_order"))
+    positions, elements = map(_part, ("lists.positions", "lists.elements"))
+    batch, rows, cols, capacity = map(_part, ("form.z", "form.rows", "form.cols", "form.capacity"))
 
     @property
     def device(self) -> torch.device:
         return self.buffer.device
-
-    row_offsets, col_indices, row_indices = map(_listed, ("row_offsets", "col_indices", "row_indices"))
-    col_offsets, transpose_order, positions = map(_listed, ("col_offsets", "transpose_order", "positions"))
-    elements = _listed("elements")
 
     @property
     def nnz(self) -> Tensor:

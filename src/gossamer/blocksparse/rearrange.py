@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -16,17 +16,21 @@ from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.blocksparse import axes
 from gossamer.blocksparse._torch.rearrange import rearrange as _cpu
-from gossamer.blocksparse.axes import Axes, Axis, Moved
+from gossamer.blocksparse.axes import Axes, Axis
 from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, check_layouts
 from gossamer.blocksparse.lists import Form, half_of
 from gossamer.blocksparse.records import BlocksparseRearrange
+from gossamer.blocksparse.rows import fill_outside
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
-MOVES = 16
-"""Repetitions of one layout whose maps and layout are kept."""
-_moves: Any = WeakTensorKeyDictionary()
+MOST = 16
+"""Repetitions of one layout that are kept."""
+_repetitions: Any = WeakTensorKeyDictionary()
 """By the buffer of a layout: its repetitions, by their arguments. Tensors of one layout have repetitions of one layout,
 which arithmetic asks for."""
+Made = TypeVar("Made")
+Maps = tuple[list[Tensor | None], list[Tensor | None]]
+"""Maps of the three axes, and their inverses."""
 Source = tuple[Tensor, Form]
 """The buffer of a layout, or its half of rows, and the form."""
 
@@ -65,24 +69,21 @@ def repeat(
         if size != 0 or not isinstance(size, int) or isinstance(size, bool):
             checks.positive(operator, "sizes", size, "They say how often x is repeated along each dimension.")
     whole = (*[1] * (len(sizes) - len(x.shape)), *x.shape)
+    shape = tuple(a * b for a, b in zip(whole, sizes))
     block, source = x.layout.block_size, x.layout
 
-    def make() -> Moved:
+    def make() -> tuple[Axes, Maps, Layout]:
         rows, cols = (axes.repeated(length, times, interleave) for length, times in zip(whole[-2:], sizes[-2:]))
-        matrices = axes.tiled(whole[:-2], sizes[:-2], interleave)
-        return Moved((matrices, rows, cols), tuple(a * b for a, b in zip(whole, sizes)))
-
-    def result() -> Layout:
-        mask, (z, rows, cols) = _reached(source, move.axes, block), move.axes
+        moved = z, _, _ = axes.tiled(whole[:-2], sizes[:-2], interleave), rows, cols
+        mask = _reached(source, moved, block)
         room = source.capacity * z.copies * rows.spread(block[0], block[0]) * cols.spread(block[1], block[1])
-        return _result(mask, move.shape, block, min(room, mask.numel()))
+        maps = _maps(moved, source.form, shape, x.device, True)
+        return moved, maps, _result(mask, shape, block, min(room, mask.numel()))
 
-    move = _move_of(source, (*sizes, interleave), make)
-    if layout is None:
-        layout = move.once("layout", result)
-    else:
-        _check_result(operator, layout, move.shape, x)
-    return _pull(x.values, (source.buffer, source.form), layout, move)
+    moved, maps, made = _kept(source, (*sizes, interleave), make)
+    if layout is not None:
+        _check_result(operator, layout, shape, x)
+    return _pull(x.values, (source.buffer, source.form), made if layout is None else layout, moved, maps)
 
 
 def split(
@@ -134,7 +135,7 @@ def split(
     found = []
     for (moved, shape), mask, most in zip(pieces, masks, room):
         result = _result(mask, shape, block, most)
-        found.append(_pull(x.values, (x.layout.buffer, x.layout.form), result, Moved(moved)))
+        found.append(_pull(x.values, (x.layout.buffer, x.layout.form), result, moved))
     return tuple(found)
 
 
@@ -295,26 +296,29 @@ def _joined(
         layout = _result(mask, shape, block, min(room, mask.numel()))
     else:
         _check_result(operator, layout, shape, like)
-    return _pull(values, (buffer, form), layout, Moved(moved))
+    return _pull(values, (buffer, form), layout, moved)
 
 
 @overload
-def adapt(x: BlockSparseTensor, to: Layout | BlockSize, *, capacity: int | None = None) -> BlockSparseTensor: ...
+def adapt(
+    x: BlockSparseTensor, to: Layout | BlockSize, *, prune: bool = False, capacity: int | None = None
+) -> BlockSparseTensor: ...
 
 
 @overload
 def adapt(x: Layout, to: BlockSize, *, capacity: int | None = None) -> Layout: ...
 
 
-def adapt(x: Any, to: Any, *, capacity: int | None = None) -> Any:
+def adapt(x: Any, to: Any, *, prune: bool = False, capacity: int | None = None) -> Any:
     """The same matrices in other blocks.
 
     Args:
         x: a `BlockSparseTensor` `[..., M, N]` of any dtype, or a `Layout`.
         to: a block size, 16, 32, 64 or 128, or `(height, width)`, for blocks that cover all of x; or for a tensor a
             `Layout` of the same shape in elements.
-        capacity: as in `Layout.from_mask`, for a block size. For smaller blocks None makes room for all that there can
-            be, and costs no sync.
+        prune: whether the result of a tensor has only those blocks that hold anything but zeros; NaN is kept.
+        capacity: as in `Layout.from_mask`, for a block size, or with `prune`. For smaller blocks None makes room for
+            all that there can be, and costs no sync.
 
     Returns:
         `BlockSparseTensor`, differentiable in x, or a `Layout`. Blocks that x lacks, and parts of them, are zero;
@@ -335,17 +339,22 @@ def adapt(x: Any, to: Any, *, capacity: int | None = None) -> Any:
         return _adapted(x, check_block_size(operator, to), capacity)
     check_blocks(operator, x=x)
     if isinstance(to, int | tuple):
-        return realigned(x, _adapted(x.layout, check_block_size(operator, to), capacity))
+        to = _adapted(x.layout, check_block_size(operator, to), None if prune else capacity)
     check_layouts(operator, to=to)
     if to.dense_shape != x.shape:
         raise ValueError(f"{operator}: to must be of {list(x.shape)} elements like x, got {list(to.dense_shape)}.")
     checks.same_device(operator, "to", to.device, x=x.values)
-    return realigned(x, to)
+    out = realigned(x, to)
+    if not prune:
+        return out
+    held = (fill_outside(out.values, to, 0) != 0).flatten(1).any(1)
+    mask = (to.positions >= 0) & held[to.positions.clamp(0, to.capacity - 1)]
+    return realigned(out, _result(mask.view(to.form[:3]), x.shape, to.block_size, capacity))
 
 
 def realigned(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
     """x in the blocks of another layout, which may have fewer rows and columns."""
-    return _pull(x.values, (x.layout.buffer, x.layout.form), layout, Moved(_unmoved(layout)))
+    return _pull(x.values, (x.layout.buffer, x.layout.form), layout, _unmoved(layout))
 
 
 def _unmoved(layout: Layout) -> Axes:
@@ -361,18 +370,30 @@ def _adapted(layout: Layout, block: tuple[int, int], capacity: int | None) -> La
     return _result(mask, layout.dense_shape, block, capacity)
 
 
-def _move_of(layout: Layout, key: Hashable, make: Callable[[], Moved]) -> Moved:
-    """The repetition that `make` makes of a layout's matrices, kept with its maps and layout."""
+def _kept(layout: Layout, key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` makes of a layout, kept: but not what a graph makes, which is there only when it is replayed."""
     if torch.compiler.is_compiling() or type(layout.buffer) is not Tensor:
         return make()
-    kept = _moves.setdefault(layout.buffer, {})
+    kept = _repetitions.setdefault(layout.buffer, {})
     key = layout.lead, layout.form, key
-    if key not in kept:
-        if len(kept) >= MOVES:
+    if key in kept:
+        found: Made = kept[key]
+        return found
+    # A gradient may ask later for what inference made first.
+    with torch.inference_mode(False):
+        made = make()
+    if not checks.capturing():
+        if len(kept) >= MOST:
             kept.clear()
-        kept[key] = make()
-    found: Moved = kept[key]
-    return found
+        kept[key] = made
+    return made
+
+
+def _maps(moved: Axes, form: Form, shape: Sequence[int], device: torch.device, differentiable: bool) -> Maps:
+    """Sources, and where they go. Operators read no map where source or result has no elements."""
+    if not (form.z * form.m * form.n and math.prod(shape)):
+        return [None] * 3, [None] * 3
+    return axes.maps(moved, device), axes.inverses(moved, device) if differentiable else [None] * 3
 
 
 def _result(mask: Tensor, shape: Sequence[int], block: tuple[int, int], capacity: int | None) -> Layout:
@@ -435,17 +456,13 @@ def _check_alike(operator: str, first: BlockSparseTensor, x: BlockSparseTensor, 
     checks.same_device(operator, "tensors[0]", first.device, **{name: x.values})
 
 
-def _pull(values: Tensor, source: Source, layout: Layout, move: Moved) -> BlockSparseTensor:
+def _pull(values: Tensor, source: Source, layout: Layout, moved: Axes, maps: Maps | None = None) -> BlockSparseTensor:
     """`layout`'s blocks, each element from where the axes say."""
-    (buffer, form), block, device = source, layout.block_size, values.device
-    tile = move.axes[1].tile(values.shape[1], block[0]), move.axes[2].tile(values.shape[2], block[1])
-    maps: Any = [None] * 3
-    inverses: Any = [None] * 3
-    # Operators read no map where source or result has no elements.
-    if form.z * form.m * form.n and math.prod(layout.dense_shape):
-        maps = move.once("maps", lambda: move.maps(device))
-        inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else inverses
-    given: Any = layout.form, *maps, *inverses, tile
+    (buffer, form), block = source, layout.block_size
+    tile = moved[1].tile(values.shape[1], block[0]), moved[2].tile(values.shape[2], block[1])
+    if maps is None:
+        maps = _maps(moved, form, layout.dense_shape, values.device, needs_gradient(values))
+    given: Any = layout.form, *maps[0], *maps[1], tile
     call = BlocksparseRearrange(values, buffer, form, layout.buffer, *given)
     return BlockSparseTensor(_rearrange(call), layout)
 

@@ -45,27 +45,40 @@ def fill_outside(values: Tensor, layout: Layout, fill: float, behind: bool = Tru
     return torch.where(valid(layout.lists, behind), values, values.new_full((), fill))
 
 
-def reduced(operator: str, values: Tensor, layout: Layout, dim: int, how: str) -> Tensor:
-    """The sum or the maximum ("max") of each row or column."""
-    if dim not in (-1, -2):
-        raise ValueError(f"{operator}: dim must be -1, a number for each row, or -2, one for each column, got {dim}.")
+def reduced(operator: str, values: Tensor, layout: Layout, dim: int | None, how: str) -> Tensor:
+    """The sum or the maximum ("max") of each row or column, or of all."""
+    if dim not in (None, -1, -2):
+        raise ValueError(
+            f"{operator}: dim must be -1, a number for each row, -2, one for each column, or None, one for all, got "
+            f"{dim}."
+        )
     dtype, exact = values.dtype, not values.is_floating_point()
     # A Python int leaves integers what they are, a float would not.
     absent = 0 if how == "sum" else lost(dtype) if exact else -math.inf
-    values = fill_outside(values, layout, absent, behind=False)
-    out = _reduced(BlocksparseReduced(values, layout.buffer, layout.form, dim, how))
-    length, block = layout.size[dim + 1], layout.block_size[dim + 1]
-    out = out.view(layout.batch, -(-length // block) * block)[:, :length]
+    values = fill_outside(values, layout, absent, behind=dim is None)
+    if dim is None:
+        out = values.sum(dtype=_impl.summed(dtype)) if how == "sum" else values.amax()
+    else:
+        out = _reduced(BlocksparseReduced(values, layout.buffer, layout.form, dim, how))
+        length, block = layout.size[dim + 1], layout.block_size[dim + 1]
+        out = out.view(layout.batch, -(-length // block) * block)[:, :length].reshape(*layout.lead, length)
     out = torch.where(layout.overflowed, lost(out.dtype), out)
-    return out.reshape(*layout.lead, length).to(out.dtype if exact else dtype)
+    return out.to(out.dtype if exact else dtype)
 
 
 def with_vector(name: str, values: Tensor, layout: Layout, vector: Tensor) -> Tensor:
     """Values with a vector for their rows or columns added (`name` is __add__), subtracted (__sub__, __rsub__) or
     multiplied with (__mul__)."""
     operator = f"blocksparse.BlockSparseTensor.{name}"
-    check_floats(operator, "x", values)
-    checks.floating(operator, other=vector)
+    exact = not values.is_floating_point() and values.dtype is not torch.bool
+    if exact and vector.is_floating_point():
+        raise TypeError(
+            f"{operator}: other must hold integers like x, {checks.name_of(values.dtype)}, got "
+            f"{checks.name_of(vector.dtype)}. Convert x with x.to(other.dtype)."
+        )
+    if not exact:
+        check_floats(operator, "x", values)
+        checks.floating(operator, other=vector)
     checks.same_device(operator, "x", values.device, other=vector)
     m, n = layout.size
     vector = vector.to(values.dtype)
@@ -87,7 +100,7 @@ def with_vector(name: str, values: Tensor, layout: Layout, vector: Tensor) -> Te
         vector = -vector if name == "__sub__" else vector
     lines = _lines_of(operator, vector, layout, dim)
     made: Tensor = _shifted(BlocksparseShifted(values, lines, layout.buffer, layout.form, dim, how))
-    return made
+    return torch.where(layout.overflowed, lost(made.dtype), made) if exact else made
 
 
 def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor:
@@ -99,9 +112,9 @@ def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor
             f"{operator}: other must broadcast to {[*lead, length]} like the layout, got {list(vector.shape)}."
         )
     flat = vector.expand(*lead, length).reshape(layout.batch, length)
-    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    wide = flat.to(torch.promote_types(flat.dtype, torch.float32)) if flat.is_floating_point() else flat
     padded = torch.nn.functional.pad(wide, (0, -length % block)).reshape(-1, block)
-    return torch.where(layout.overflowed, torch.nan, padded)
+    return torch.where(layout.overflowed, lost(wide.dtype), padded)
 
 
 def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
