@@ -105,7 +105,7 @@ def _operators() -> Iterator[tuple[Any, tuple[str, str]]]:
         word, name = names.split()[0], names.split()[-1]
         pair = f"__{word}__", f"__r{word}__"
         yield from ((function, pair) for function in (getattr(torch, name), getattr(Tensor, name)))
-        yield from ((operator, pair[:: 1 - 2 * turned]) for turned, operator in enumerate(pair))
+        yield from ((pair[0], pair), (pair[1], (pair[1], pair[0])))
 
 
 _OPERATORS = dict(_operators())
