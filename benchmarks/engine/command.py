@@ -50,6 +50,9 @@ def bench(
     list_cases: bool = typer.Option(False, "--list", help="Print the ids of the cases and leave."),
     swept: str | None = typer.Option(None, "--room", help="Of a sweep: the room to sweep. All that can be by default."),
     count: int | None = typer.Option(None, "--cases", min=1, help="Of a sweep: cases of each room. 200 by default."),
+    wild: bool = typer.Option(
+        False, "--wild", help="Of a sweep: draw from ranges beyond the sizes and densities that the rooms are for."
+    ),
     length: list[int] = typer.Option(
         [], min=64, help="Only cases of sequences of this length; the room attention makes them. Repeatable."
     ),
@@ -71,7 +74,8 @@ def bench(
     sweep. The exit code is 1 if any provider is wrong or one of ours fails.
 
     A sweep (`python -m benchmarks sweep`) draws shapes, dtypes and densities at random, over ranges that each room
-    states, and says how often, how far and where gossamer is slower than dense PyTorch and the best peer. A provider is
+    states as those it is for (with --wild, over wider ones), and says how often, how far and where gossamer is slower
+    than dense PyTorch and the best peer. A provider is
     timed for a quarter of a second at most. A sweep that is stopped keeps its cases; --resume goes on with it.
     """
     folder = BENCHMARKS
@@ -79,13 +83,13 @@ def bench(
         _fail(f"benchmarks: --budget must be positive, got {budget:g}; leave it out to run every case.")
     sweeps = room == "sweep"
     given = _given(length, dtype, batch)
-    _refuse_mixed(sweeps, swept or count or resume, case or provider or given)
+    _refuse_mixed(sweeps, swept or count or resume or wild, case or provider or given)
     where = _device(device)
     # Processes that compile ahead would take the host's time from the measurement.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
     try:
         if sweeps:
-            cases = draw_cases(folder, swept, count or (5 if quick else 200), seed, where, quick)
+            cases = draw_cases(folder, swept, count or (5 if quick else 200), seed, where, quick, wild)
         else:
             cases = load_cases(folder, room, case, where, quick, given, provider, partial(typer.echo, err=True))
     except ValueError as error:
@@ -99,7 +103,7 @@ def bench(
     settings = _settings(where, rounds, quick, sweeps, budget, not skip_verify)
     chosen = swept if sweeps else slug(case or "")
     own = [*map(str, length), dtype or "", f"batch-{batch}" if batch else "", slug(provider or "")]
-    own.append("unverified" if skip_verify else "")
+    own += ["unverified" if skip_verify else "", "wild" if wild else ""]
     parts = [room or "all", chosen, *own, slug(describe(where)["name"]), "quick" if quick else ""]
     path = _folder(out or folder / "results") / f"{'-'.join(part for part in parts if part)}.json"
     made = provenance(command_line("python -m benchmarks", sys.argv[1:]), folder.parent, where)
@@ -260,11 +264,11 @@ def _conclude(console: Console, log: _Log, results: list[CaseResult], ceilings: 
 
 def _refuse_mixed(sweeps: bool, of_sweeps: Any, of_cases: Any) -> None:
     if not sweeps and of_sweeps:
-        _fail("benchmarks: --room, --cases and --resume belong to a sweep. Name the room itself otherwise.")
+        _fail("benchmarks: --room, --cases, --resume and --wild belong to a sweep. Name the room itself otherwise.")
     if sweeps and of_cases:
         _fail(
             "benchmarks sweep: --case, --provider and shapes choose among fixed cases; a sweep takes "
-            "--room, --cases and --resume."
+            "--room, --cases, --resume and --wild."
         )
 
 
