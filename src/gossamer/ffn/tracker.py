@@ -64,7 +64,8 @@ class BlockTracker:
 
     def settle(self, x: Tensor, path: str, every: int) -> None:
         """Adds x to `settled`, if anything is known."""
-        if self._seen is not None and not (torch.compiler.is_compiling() or checks.capturing()):
+        # A compiled region looks at nothing that changes from call to call: each look is a guard.
+        if not (torch.compiler.is_compiling() or checks.capturing()) and self._seen is not None:
             self.settled[x.numel(), x.dtype, x.device] = path, every
 
     def due_in_training(self) -> bool:
