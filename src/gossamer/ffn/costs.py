@@ -22,7 +22,8 @@ PATHS: dict[Path, str] = {
     "gather": "a density that is known, and at which gathering takes the least time: the gate, and the weights of its "
     "entries",
     "fused": "all other gated blocks with ReLU or its square: gate and up by `gemm.linear_glu`",
-    "dense": "all other blocks, and blocks so small that the host takes longer than the device: plain PyTorch",
+    "dense": "all other blocks, and eager ones in which another path adds more time to the host than it saves the "
+    "device: plain PyTorch",
 }
 SAMPLE = 256
 """Rows that are counted, at least, of a block that computes all of them."""
@@ -120,8 +121,8 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
 
 
 def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False) -> Path:
-    """How m rows go where no gradient is needed: the path that takes the least time by what is known, on the device, or
-    on the host that launches it, where that takes longer and the call is `eager`."""
+    """How m rows go where no gradient is needed: the path that takes the device the least time by what is known; in an
+    `eager` call the time counts as well that a path adds to the host."""
     if cost.width:
         return on_cpu(known, m, cost.n, cost.width)
     times = dense_seconds(m, cost)
