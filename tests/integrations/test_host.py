@@ -33,7 +33,10 @@ def functions(call: Callable[[], Any]) -> int:
     return count
 
 
-@pytest.mark.parametrize("kind, sparse", [("silu", False), ("silu", True), ("relu", True), ("opt", True), ("t5", False)])
+CASES = [("silu", False), ("silu", True), ("relu", True), ("opt", True), ("t5", False)]
+
+
+@pytest.mark.parametrize("kind, sparse", CASES)
 def test_a_patched_block_runs_few_functions_more(kind: str, sparse: bool) -> None:
     transformers = pytest.importorskip("transformers")
     from gossamer.integrations.transformers import patch
