@@ -42,7 +42,7 @@ class Item(NamedTuple):
 
     @property
     def picture(self) -> Path:
-        return PICTURES / f"{self.stem.split()[0]}.png"
+        return PICTURES / f"{self.stem.split()[0].removesuffix('-*')}.png"
 
 
 def two(number: float) -> str:
@@ -205,9 +205,20 @@ def steps(content: Content) -> list[list[str]]:
     return lines
 
 
+def runs(content: Content) -> list[list[str]]:
+    """What a training run costs, and its model."""
+    lines = [["run", "validation loss", "entries", "dead neurons", "tokens/ms", "mJ a token", "peak GB"]]
+    for name, run in content["runs"].items():
+        loss = [record["validation"] for record in run["records"] if "validation" in record][-1]
+        settled, costs = run["settled"], (run["median_tokens_per_second"] / 1e3, run["mJ_per_token"])
+        shown = [f"{loss:.3f}", f"{settled['l0']:.0f}", f"{settled['dead']:.1%}", *map(two, costs)]
+        lines.append([name, *shown, f"{settled['peak_bytes'] / 1e9:.1f}"])
+    return lines
+
+
 def settings(content: Content) -> list[list[str]]:
     """Table 2, of the run that is shown."""
-    config = next(iter(content["runs"].values()))["config"]
+    config = list(content["runs"].values())[-1]["config"]
     return [["hyperparameter", ""], *([name, str(value)] for name, value in config.items() if value is not None)]
 
 
@@ -215,7 +226,7 @@ def active(content: Content) -> list[list[str]]:
     """Entries of each layer after training, and its dead neurons."""
     lines = [["run, layer", "mean entries", "median", "99%", "largest", "dead neurons"]]
     for name, run in content["runs"].items():
-        for number, layer in enumerate(run["layers"]):
+        for number, layer in enumerate(run.get("layers", ())):
             of = [str(layer["quantiles"][q]) for q in ("0.5", "0.99", "1.0")]
             lines.append([f"{name}, {number}", f"{layer['mean']:.1f}", *of, f"{layer['dead']:,}"])
     return lines
@@ -227,7 +238,7 @@ GSA_STEM = "attention-gated-sparse-attention-1024-2048-4096-8192"
 SCALE = "Not made: eight GPUs train each of its models of 1.5 billion parameters for days"
 TASKS = "Not made: it needs those models, and seven question sets"
 STEP = "python -m benchmarks.train.step --eager no --json benchmarks/results/train-step"
-CORPUS = "python -m benchmarks.train.compare corpus runs --runs l1,l1-dense --preset 0.5b --set layers=3 (see docs)"
+CORPUS = "python -m benchmarks.train.compare corpus runs --runs silu,relu,l1,l1-dense --preset 0.5b --set layers=3"
 DRAWN = "Not measured: a drawing or a listing"
 OPERATORS = ("matmul", "softmax", "scatter_reduce", "repeat_interleave")
 
@@ -276,9 +287,10 @@ DOCUMENTS: dict[str, tuple[Item, ...]] = {
              f"{STEP}-2b-nvidia.json --preset 2b --entries 24 --recompute yes --ways dense,gated_mlp,lists",
              "train-step-2b", rows=steps),
         Item("Table 1, Figure 5: other sizes and entries", f"{STEP}-N.json --preset 1.5b --entries N", said="not run"),
-        Item("Figures 2, 8 and 9, on 204M parameters", CORPUS, "train-wide-560-steps", plots.curves),
-        Item("Table 2, of that run", CORPUS, "train-wide-560-steps", rows=settings),
-        Item("Figures 6, 10 and 11, of that run", CORPUS, "train-wide-560-steps", rows=active),
+        Item("Figures 2, 8 and 9, on 204M parameters", CORPUS, "train-wide-*", plots.curves),
+        Item("Tables 1, 3 and 5, of those runs", CORPUS, "train-wide-*", rows=runs),
+        Item("Table 2, of those runs", CORPUS, "train-wide-*", rows=settings),
+        Item("Figures 6, 10 and 11, of those runs", CORPUS, "train-wide-*", rows=active),
         Item("Figure 7: tokens and positions", said="Not made: it needs a trained model; `sparsity.report`"),
         Item("Figures 2, 6, 8 to 11 at 1.5B, Table 5's recipes", said=SCALE),
         Item("Figure 3, Table 6, accuracies", said=TASKS),

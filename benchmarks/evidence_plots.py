@@ -18,6 +18,7 @@ from benchmarks.tables import RESULTS, over
 
 Content = dict[str, Any]
 IN_PLACE = "cuBLAS, SwiGLU in place"
+ENTRIES = "entries of a token"
 
 
 def latest(stems: str) -> Content | None:
@@ -75,6 +76,8 @@ def _finish(
     """Titles, grids and legends; `plain` names the axes that are not logarithmic, `ticks` are those of x."""
     for axes in panels:
         axes.set(**{f"{axis}scale": "linear" if axis in plain else "log" for axis in "xy"})
+        if axes.get_ylabel() == ENTRIES:
+            axes.set_yscale("log")
         for axis in (axes.xaxis, axes.yaxis):
             axis.set_major_formatter("{x:,.6g}")
             axis.set_minor_formatter(NullFormatter())
@@ -176,7 +179,7 @@ def models(content: Content, path: Path) -> None:
 def curves(content: Content, path: Path) -> None:
     """Figures 2 and 9: loss, entries and dead neurons by step."""
     figure, panels = _panels(3)
-    for axes, key, shown in zip(panels, ("loss", "l0", "dead"), ("loss", "entries of a token", "dead neurons, %")):
+    for axes, key, shown in zip(panels, ("loss", "l0", "dead"), ("loss", ENTRIES, "dead neurons, %")):
         for name, run in content["runs"].items():
             scale = 100 if key == "dead" else 1
             _line(axes, [(r["step"], scale * r[key]) for r in run["records"] if key in r], name, linewidth=1)

@@ -42,14 +42,15 @@ ROWS = {
     f"{e} entries, slices of {c} bytes, {r}": RowTile(e, c, c, r)
     for e, c, r in (
         (4, 512, None), (8, 512, None), (4, 1024, None), (8, 1024, None), (4, 512, 64), (8, 512, 80), (2, 512, None),
-        (16, 512, None),
+        (16, 512, None), (4, 256, None), (8, 256, None), (4, 2048, None),
     )
 }  # fmt: skip
 COLUMNS = {
     f"{e} entries, slices of {c} bytes, {s} stages, {r}": ColumnTile(e, c, c, r, s)
     for e, c, s, r in (
         (4, 1024, 1, None), (4, 1024, 1, 80), (8, 1024, 1, 128), (8, 1024, 1, None), (1, 2048, 4, None),
-        (1, 2048, 4, 96), (4, 1024, 1, 88), (4, 1024, 1, 96), (8, 1024, 1, 120), (2, 1024, 1, 80),
+        (1, 2048, 4, 96), (4, 1024, 1, 88), (4, 1024, 1, 96), (8, 1024, 1, 120), (2, 1024, 1, 80), (16, 1024, 1, None),
+        (4, 2048, 1, None), (8, 2048, 1, None), (2, 2048, 1, None), (16, 512, 1, None),
     )
 }  # fmt: skip
 
@@ -96,7 +97,7 @@ class Operands:
 
     def by_hand(self) -> Tensor:
         """The operators of `rowsparse`."""
-        call = LinearPack(self.x, self.gate, self.bias, None, 256, self.slots, self.capacity, False)
+        call = LinearPack(self.x, self.gate, self.bias, None, self.capacity, False)
         values, indices, spans = linear_pack_operator(call)
         if self.up is not None:
             values = (

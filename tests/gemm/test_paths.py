@@ -47,7 +47,7 @@ def test_the_table_of_the_docs(row: list[str], monkeypatch: pytest.MonkeyPatch) 
     x, weight = matrix(m, k, row), matrix(n, k, row)
     chosen = {
         "linear_glu": lambda: linear_glu_path.choose_path(LinearGlu(x, weight, weight, None, None, "silu", False)),
-        "linear_pack": lambda: linear_pack_path.choose_path(LinearPack(x, weight, None, None, 256, 16, None, False)),
+        "linear_pack": lambda: linear_pack_path.choose_path(LinearPack(x, weight, None, None, 128, False)),
     }
     assert chosen[operator]() == path
 

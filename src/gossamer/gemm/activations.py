@@ -155,7 +155,6 @@ class BatchTopK(TopK):
 
 Activation = ReLU | ReLU2 | JumpReLU | TopK
 _NAMED: dict[str, Activation] = {"relu": ReLU(), "relu2": ReLU2()}
-_FIXED: tuple[type, ...] = (ReLU, ReLU2, JumpReLU)
 
 
 def resolve(operator: str, activation: Any, allowed: tuple[type, ...]) -> Any:
@@ -171,7 +170,7 @@ def resolve(operator: str, activation: Any, allowed: tuple[type, ...]) -> Any:
 
 def resolve_fixed(operator: str, activation: Any) -> ReLU | ReLU2 | JumpReLU:
     """An activation of each entry by itself, whose threshold is a constant."""
-    found: ReLU | ReLU2 | JumpReLU = resolve(operator, activation, _FIXED)
+    found: ReLU | ReLU2 | JumpReLU = resolve(operator, activation, (ReLU, ReLU2, JumpReLU))
     if isinstance(found, JumpReLU) and found.bandwidth is not None:
         raise ValueError(
             f"{operator}: activation must be a JumpReLU without a bandwidth, because its threshold has no gradient "

@@ -11,18 +11,17 @@ from gossamer.gemm.records import LinearPack
 
 Path = Literal["hopper", "blocks"]
 PATHS: dict[Path, str] = {
-    "hopper": "more than 64 rows of 16 bits on Hopper, and tiles of 256 for all of the GPU: the product packs its own "
-    "result",
-    "blocks": "all other calls: products of the library, block by block of rows, each packed from the L2",
+    "hopper": "more than 64 rows of 16 bits on Hopper, and tiles for all of the GPU: the product packs its own result",
+    "blocks": "all other calls: products of the library, block by block of rows, whose entries are listed from the L2",
 }
-TILE = 256
-"""Columns of a tile that Hopper's kernel packs."""
+TILE, SLOTS = 256, 16
+"""Columns of a tile that Hopper's kernel packs, and the slots that a row of `linear_pack` has in it."""
 
 
 def choose_path(call: LinearPack) -> Path:
     """How x `[M, K]` goes through a weight `[N, K]` into tiles, by the rules of `PATHS`."""
-    x, weight, tile, slots = call.x, call.weight, call.tile, call.slots
-    return "hopper" if not library_is_faster(x, weight) and packs(x, weight, tile, slots) else "blocks"
+    x, weight = call.x, call.weight
+    return "hopper" if not library_is_faster(x, weight) and packs(x, weight, TILE, SLOTS) else "blocks"
 
 
 def packs(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:

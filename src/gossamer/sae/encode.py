@@ -16,7 +16,7 @@ from gossamer.rowsparse import Rows
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.dense_transpose import dense_transpose
 from gossamer.rowsparse.entries import fitting, slots_of
-from gossamer.rowsparse.formats import empty_slots, threshold_dtype
+from gossamer.rowsparse.formats import empty_slots, sums_over_rows, threshold_dtype
 from gossamer.rowsparse.matmul import gradients, matmul_operator
 from gossamer.rowsparse.pack import check_capacity as check_slots
 from gossamer.rowsparse.pack import check_room
@@ -24,7 +24,7 @@ from gossamer.rowsparse.records import DenseTranspose, Matmul, TransposeKeys
 from gossamer.rowsparse.rows import unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
-from gossamer.sae.encode_path import TILE_SLOTS, Path, choose_path, named, row_stride
+from gossamer.sae.encode_path import Path, choose_path, named, row_stride
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
@@ -156,7 +156,7 @@ def _in_tiles(
     # x is copied: the caller may change it before the rows that overflowed are read.
     inner = x.to(W_enc.dtype, copy=True) if b_dec is None else (x - b_dec).to(W_enc.dtype)
     fixed = "relu" if threshold is None else JumpReLU(threshold)
-    rows = linear_pack(inner, W_enc.t(), b_enc, fixed, capacity=capacity, slots=TILE_SLOTS)
+    rows = linear_pack(inner, W_enc.t(), b_enc, fixed, capacity=capacity)
     # Every entry is above 0.
     return unchecked(*rows.packed[:3], rows.shape, rows.packed.source, rows.counts.to(threshold_dtype(rows.dtype)))
 
@@ -279,7 +279,7 @@ def encode_backward(call: SaeEncode, kept: Any, grads: Any, needs: Any) -> dict[
         found["threshold"] = grad_threshold if need_threshold else None
     if b_dec is not None and needs.b_dec:
         if needs.x:
-            found["b_dec"] = -found["x"].sum(0, dtype=threshold_dtype(x.dtype)).to(b_dec.dtype)  # type: ignore[union-attr]
+            found["b_dec"] = -sums_over_rows(found["x"]).to(b_dec.dtype)  # type: ignore[arg-type]
         else:
             # The same sum without the gradient of x: every row passes through the one W_enc.
             found["b_dec"] = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]

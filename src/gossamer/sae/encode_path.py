@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer._core import operator, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
+from gossamer.gemm.linear_pack_path import SLOTS, TILE
 
 Path = Literal["torch", "tiles", "list", "bound", "topk", "batch"]
 operator.PATHS["sae.encode"] = {
@@ -21,8 +22,6 @@ operator.PATHS["sae.encode"] = {
     "batch": "BatchTopK: a product, and a selection among all rows",
 }
 
-TILE_SLOTS = 16
-"""Entries that a row may have in a tile of 256 columns where the product packs its own result ("tiles")."""
 FILLED = 1 << 15
 """Pre-activations from which on their rows are filled up to whole 16 numbers, which takes a few launches."""
 
@@ -37,7 +36,7 @@ def choose_path(activation: str, m: int, k: int, weight: Tensor, capacity: int |
     """
     by_threshold = activation in ("relu", "jumprelu")
     # With more slots than that a tile's own would be the ones that overflow.
-    fits = by_threshold and capacity is not None and TILE_SLOTS * capacity <= weight.shape[1]
+    fits = by_threshold and capacity is not None and TILE * capacity <= SLOTS * weight.shape[1]
     if fits and packs_in_product(m, weight):
         return "tiles"
     if not (weight.is_cuda or INTERPRET):

@@ -12,8 +12,8 @@ _BLOCK = 1 << 24
 
 
 def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor]:
-    """(values, indices, spans), which needs no tiles here."""
-    x, weight, bias, threshold, _, _, capacity, squared = call
+    """(values, indices, spans)."""
+    x, weight, bias, threshold, capacity, squared = call
     step = max(64, _BLOCK // max(weight.shape[0], 1))
     blocks = []
     for rows in x.split(step) if x.shape[0] > step else (x,):

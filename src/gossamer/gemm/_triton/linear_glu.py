@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import FEW, choose_path
-from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd
+from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -199,6 +199,13 @@ def glu_bwd(call: GluBwd) -> tuple[Tensor, Tensor]:
     out = gate.new_empty(gate.shape), up.new_empty(up.shape)
     launch_glu_bwd(grad, gate, up, out, None, activation)
     return out
+
+
+def gated_mlp_bwd(call: GatedMlpBwd) -> Tensor:
+    """The product of activated gate and up, [M, N]."""
+    hidden = call.grad @ call.down_weight
+    launch_glu_bwd(hidden, call.gate, call.up, (call.gate, call.up), hidden, call.activation)
+    return hidden
 
 
 def _split(call: LinearGlu) -> LinearGlu:

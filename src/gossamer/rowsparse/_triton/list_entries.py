@@ -13,6 +13,7 @@ chunk, ranks them all.
 
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -309,12 +310,17 @@ def pack_rows(call: PackRows) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def list_slots(
-    x: Tensor, capacity: int, limit: Limit | None = None, l0: Tensor | None = None
+    x: Tensor,
+    capacity: int,
+    limit: Limit | None = None,
+    l0: Tensor | None = None,
+    out: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(values, indices, spans) of the elements that differ from 0, or with a limit of those that it keeps, in
     `capacity` slots for each row. `l0` (float32 `[M]`, zeros) gets how many entries of each row exceed its threshold.
-    Slots without an entry hold a value of 0 and the column -1."""
-    out = empty_slots(x, x.shape[0], x.shape[0] * capacity)
+    Slots without an entry hold a value of 0 and the column -1. `out` has room for values and indices."""
+    m = x.shape[0]
+    out = empty_slots(x, m, m * capacity) if out is None else (*out, x.new_empty(2, m, dtype=torch.int64))
     if x.numel() == 0:
         return out[0].zero_(), out[1].fill_(-1), out[2].zero_()
     _launch(x, out, capacity, False, limit, l0)
