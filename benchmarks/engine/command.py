@@ -107,7 +107,7 @@ def bench(
         return
     _verify(checked, where, seed)
     settings = _settings(where, rounds, quick, sweeps, budget, not (skip_verify or verify_length))
-    own = [swept if sweeps else slug(case or ""), *map(str, length), dtype or "", f"batch-{batch}" if batch else ""]
+    own = [swept or slug(case or ""), *map(str, length), dtype or "", f"batch-{batch}" if batch else ""]
     own += [slug(provider or ""), "unverified" * skip_verify, "wild" * wild, slug(describe(where)["name"])]
     path = _path(out or folder / "results", [room or "all", *own, "quick" * quick])
     made = provenance(command_line("python -m benchmarks", sys.argv[1:]), folder.parent, where)
