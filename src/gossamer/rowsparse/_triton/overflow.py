@@ -23,7 +23,7 @@ from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.limit import load_threshold
+from gossamer.rowsparse._triton.list_entries import load_threshold
 from gossamer.rowsparse._triton.spans import overflowed
 
 
