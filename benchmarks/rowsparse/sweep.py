@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from benchmarks.engine import Case, log_uniform
+from benchmarks.engine import Case, beside_dense, log_uniform
 from benchmarks.rowsparse import bench_matmul, bench_pack, bench_sampled_matmul
 
 RANGES = (
@@ -34,5 +34,5 @@ def draw(random: Random, device: torch.device, quick: bool, wild: bool = False) 
     kind = random.choice(["matmul", "sampled_matmul", "pack"])
     if kind == "pack":
         return bench_pack.pack(M, N, nnz, dtype)
-    case = bench_matmul.matmul if kind == "matmul" else bench_sampled_matmul.sampled_matmul
-    return case(M, N, D, nnz, dtype)
+    case = (bench_matmul.matmul if kind == "matmul" else bench_sampled_matmul.sampled_matmul)(M, N, D, nnz, dtype)
+    return case if wild else beside_dense(case)

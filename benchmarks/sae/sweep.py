@@ -6,7 +6,7 @@ from random import Random
 
 import torch
 
-from benchmarks.engine import Case, log_uniform
+from benchmarks.engine import Case, beside_dense, log_uniform
 from benchmarks.sae import bench_decode, bench_encode
 
 RANGES = (
@@ -36,5 +36,6 @@ def draw(random: Random, device: torch.device, quick: bool, wild: bool = False) 
     entries = log_uniform(random, 1, F if wild else F // 128)
     if kind.startswith("decode"):
         shape = (B, F, D, entries, dtype)
-        return bench_decode.decode(kind, *shape) if kind == "decode" else bench_decode.ready(*shape)
+        case = bench_decode.decode(kind, *shape) if kind == "decode" else bench_decode.ready(*shape)
+        return case if wild else beside_dense(case)
     return bench_encode.encode(kind, B, D, F, entries if kind.startswith("relu") else min(entries, F // 2), dtype)
