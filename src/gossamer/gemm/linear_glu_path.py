@@ -26,9 +26,11 @@ on the host beside two products of the library."""
 def choose_path(call: LinearGlu) -> Path:
     """How x `[M, K]` goes through the weights `[N, K]`, by the rules of `PATHS`."""
     x, gate_weight, up_weight, *_, keep = call
+    (m, k), n, alone = x.shape, gate_weight.shape[0] // (2 if up_weight is None else 1), not keep
+    if m > FEW and m * n * k < WORK:
+        return "products"
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
-    (m, k), n, alone = x.shape, gate_weight.shape[0], not keep
     if alone and m == 1 and gate_weight.stride(1) == up_weight.stride(1) == 1:
         return "row"
     by_rows = x.stride(1) == gate_weight.stride(1) == up_weight.stride(1) == 1

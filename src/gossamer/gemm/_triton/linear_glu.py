@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import FEW, choose_path
 from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
+from gossamer.rowsparse._torch.linear_source import linear
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -274,19 +275,26 @@ def _launch_separate(
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
     least = max(1024, BYTES // (2 * n * x.element_size()), launch.cdiv(m, 16))
-    block = m if out is None or gates is not None else least
-    for first in range(0, m, block):
-        rows = slice(first, first + block)
-        given = x[rows]
-        gate, up = (place[rows] for place in gates) if gates else (x.new_empty(len(given), n) for _ in range(2))
-        _product(given, gate_weight, gate_bias, gate)
-        _product(given, up_weight, up_bias, up)
-        if out is not None:
-            total = gate.numel()
-            meta = {"BLOCK": FLAT, "ACTIVATION": activation}
-            _glu_fwd_kernel((launch.cdiv(total, FLAT), 1, 1), (gate, up, out[rows], total), meta)
-        elif grad is not None:
-            launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+    if out is not None and gates is None:
+        for first in range(0, m, least):
+            # Slices of all rows would be most of the host's time.
+            rows = slice(first, first + least)
+            given, result = (x, out) if m <= least else (x[rows], out[rows])
+            gate, up = linear(given, gate_weight, gate_bias), linear(given, up_weight, up_bias)
+            _launch_glu(gate, up, result, activation)
+        return
+    gate, up = gates if gates else (x.new_empty(m, n) for _ in range(2))
+    _product(x, gate_weight, gate_bias, gate)
+    _product(x, up_weight, up_bias, up)
+    if out is not None:
+        _launch_glu(gate, up, out, activation)
+    elif grad is not None:
+        launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+
+
+def _launch_glu(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    meta = {"BLOCK": FLAT, "ACTIVATION": activation}
+    _glu_fwd_kernel((launch.cdiv(gate.numel(), FLAT), 1, 1), (gate, up, out, gate.numel()), meta)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
