@@ -223,12 +223,9 @@ def _launch_linear_glu(
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is that of few rows, and what it points to is aligned."""
     path = choose_path(call)
-    if path == "row":
+    if path in ("row", "tiles"):
         assert out is not None
-        return _launch_row(call, out)
-    if path == "tiles":
-        assert out is not None
-        return _launch_tiles(call, out)
+        return (_launch_row if path == "row" else _launch_tiles)(call, out)
     if path == "hopper":
         from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
