@@ -27,7 +27,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Any:
     return train_hot
 
 
-@pytest.mark.parametrize("m, frequent, capacity", [(70, 5, 16), (70, 30, 16), (31, 0, 16), (31, 120, 16)])
+@pytest.mark.parametrize("m, frequent, capacity", [(70, 5, 16), (70, 30, 16), (31, 0, 16), (31, 120, 16), (70, 5, 0)])
 def test_the_most_frequent_are_chosen(
     m: int, frequent: int, capacity: int, device: torch.device, generator: torch.Generator, soon: Any
 ) -> None:

@@ -84,6 +84,10 @@ class DensityTracker:
         pinned = ", pinned" if self.pinned else ""
         return f"DensityTracker(lag={self.lag}, last_path={self.last_path!r}{pinned}{seen})"
 
+    def forget(self) -> None:
+        """Starts anew, as a copy does."""
+        self.__init__(self.lag, self.pinned)  # type: ignore[misc]
+
     def known(self, *, training: bool) -> Density | None:
         """The statistics last read, or None before the first."""
         return self._histories[training].known

@@ -256,8 +256,8 @@ def row_lists(packed: tuple[Tensor, Tensor, Tensor], hot: Hot, tile: int, n: int
     meta = {"BLOCK": min(max(launch.next_power_of_2(tiles), 16), 64)}
     args = (indices, counts, hot.listed, hot.slots, nnz, kept, tiles, slots, tile, limit)
     _ffn_row_counts_kernel((m, 1, 1), args, meta, num_warps=1)
-    scan = {"BLOCK": min(2048, max(256, launch.next_power_of_2(m)))}
-    _ffn_row_offsets_kernel((1, 1, 1), (kept, offsets, heavy, m, room), scan, num_warps=8)
+    scan = {"BLOCK": min(8192, max(256, launch.next_power_of_2(m)))}
+    _ffn_row_offsets_kernel((1, 1, 1), (kept, offsets, heavy, m, room), scan, num_warps=16)
     args = (values, indices, counts, hot.listed, hot.slots, kept, offsets, out, columns, hot.values, fired)
     _ffn_row_lists_kernel((m, 1, 1), (*args, tiles, slots, tile, hot.values.shape[2]), dict(meta), num_warps=1)
     return RowLists(out, columns, offsets, nnz, heavy, fired)
@@ -289,7 +289,7 @@ EXAMPLES = {
         "indices_ptr": "*u8", "counts_ptr": "*i16", "hot_ptr": "*i32", "slot_ptr": "*i32", "kept_ptr": "*i32",
         "BLOCK": 32, "num_warps": 1,
     },
-    _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "BLOCK": 2048, "num_warps": 8},
+    _ffn_row_offsets_kernel: {"kept_ptr": "*i32", "BLOCK": 8192, "num_warps": 16},
     _ffn_row_lists_kernel: {
         "indices_ptr": "*u8", "counts_ptr": "*i16", "hot_ptr": "*i32", "slot_ptr": "*i32", "kept_ptr": "*i32",
         "columns_ptr": "*i16", "BLOCK": 32, "num_warps": 1,

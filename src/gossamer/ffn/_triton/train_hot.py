@@ -55,6 +55,8 @@ def _ffn_hot_choose_kernel(
     low, high = least, least
     if frequent > capacity:
         high = rows
+        if capacity == 0:
+            low = rows
     while low < high:
         # No more than `capacity` neurons exceed `high`.
         step = tl.cdiv(high - low, WAYS)
