@@ -11,8 +11,8 @@ from gossamer.gemm.records import LinearGlu
 
 Path = Literal["row", "tiles", "hopper", "products"]
 PATHS: dict[Path, str] = {
-    "row": "a single row, and no gradient: a program for each column reads its two rows of weights",
-    "tiles": "up to 64 rows of 16 bits, read 16 bytes at a time, and no gradient: a program for each 32 or 64 columns",
+    "row": "a single row, K a multiple of 16, and no gradient: a program for each column reads its two rows of weights",
+    "tiles": "up to 64 rows of 16 bits, K a multiple of 16, and no gradient: a program for each 32 or 64 columns",
     "hopper": "16 bits on Hopper, and 2e10 multiplications or more: one kernel that the copy engine feeds",
     "products": "all other calls: two products of the library, and a kernel that gates",
 }
@@ -31,6 +31,9 @@ def choose_path(call: LinearGlu) -> Path:
         return "products"
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
+    # Of other lengths Triton reads one number at a time, and cuBLAS does not.
+    wide = INTERPRET or (k | gate_weight.stride(0) | up_weight.stride(0)) % 16 == 0
+    alone = alone and wide
     if alone and m == 1 and gate_weight.stride(1) == up_weight.stride(1) == 1:
         return "row"
     by_rows = x.stride(1) == gate_weight.stride(1) == up_weight.stride(1) == 1
