@@ -75,6 +75,11 @@ class Operator(Generic[Record]):
             return self._apply[device](*call)
         return run(call)
 
+    def again(self, call: Record) -> Any:
+        """The results of a call on a GPU whose like was recorded, or None, and nothing computed. The caller knows that
+        no gradient is needed, that nothing listens to the dispatcher, and that autocast is off."""
+        return None if self.repeated is None else self.repeated(call, only=True)
+
 
 def register(
     record: type[Record],

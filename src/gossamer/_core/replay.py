@@ -210,9 +210,10 @@ class Repeated:
         # False after one call, None if a call cannot be repeated.
         self._known: dict[Hashable, Recording | bool | None] = {}
 
-    def __call__(self, call: Any) -> Any:
+    def __call__(self, call: Any, only: bool = False) -> Any:
+        """The results of a call; with `only`, None where there is no recording of it."""
         if walking or watched():
-            return self._run(call)
+            return None if only else self._run(call)
         memory = [*self._tensors(call)]
         key: Any = [self._others(call), torch._C._get_float32_matmul_precision()]
         pointers: list[int | None] = []
@@ -231,14 +232,16 @@ class Repeated:
         key = *key, device.index
         # Kernels are compiled for pointers on 16 bytes.
         if united % 16 or not (INTERPRET or torch._C._cuda_getDevice() == device.index):
-            return self._run(call)
+            return None if only else self._run(call)
         try:
             found = self._known.get(key, True)
         except TypeError:  # PyTorch's dispatcher makes lists of tuples
             fields = [tuple(field) if isinstance(field, list) else field for field in call]
-            return self(tuple.__new__(type(call), fields))
+            return self(tuple.__new__(type(call), fields), only)
         if type(found) is Recording:
             return found(memory, pointers, device)
+        if only:
+            return None
         if found is None:
             return self._run(call)
         if len(self._known) >= self._MOST:
