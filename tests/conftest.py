@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import gossamer
 from benchmarks.provenance import commit
 from gossamer._core import replay, tuning
+from gossamer._core.operator import forget
 from gossamer._core.ops import INTERPRET
 from gossamer.cli import environment
 
@@ -170,6 +171,12 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices are those of an H200, as device 99, whose costs nobody keeps for another."""
     rates = tuning.Rates(copy=4.2e12, gather=5.5e12, ieee=45e12, tf32=330e12, half=650e12, programs=132, measured=True)
     monkeypatch.setattr(tuning, "rates", lambda index: rates)
+
+
+@pytest.fixture(autouse=True)
+def forgotten() -> None:
+    """No operator repeats launches of another test, which may have changed what a launcher follows from."""
+    forget()
 
 
 @pytest.fixture(autouse=True)

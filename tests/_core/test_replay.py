@@ -3,7 +3,7 @@
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,22 +15,12 @@ pytest.importorskip("triton")
 
 from gossamer import attention as attend
 from gossamer import blocksparse, gemm, sae
-from gossamer._core import replay
-from gossamer._core.operator import OPERATORS
+from gossamer._core import launch, replay
+from gossamer._core.operator import OPERATORS, forget
 
 pytestmark = pytest.mark.kernels
 Call = Callable[[Tensor, Tensor, Tensor], Any]
 NAMES = [name for name, operator in OPERATORS.items() if operator.repeated is not None]
-
-
-@pytest.fixture(autouse=True)
-def forgotten() -> Iterator[None]:
-    """No operator knows a call, before and after."""
-    for name in NAMES:
-        known(name).clear()
-    yield
-    for name in NAMES:
-        known(name).clear()
 
 
 def known(name: str) -> dict[Any, Any]:
@@ -124,10 +114,10 @@ def scores(device: torch.device) -> list[Call]:
 
 
 def rows(device: torch.device) -> list[Call]:
-    """Products by the library, and a kernel whose programs signal each other by flags with an epoch."""
+    """Products of a few rows, and a kernel whose programs signal each other by flags with an epoch."""
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
-        x, weight = torch.cat([q.flatten(0, 2)] * 2), k.flatten(0, 2)
+        x, weight = q.flatten(0, 2)[:32], k.flatten(0, 2)
         return gemm.linear_glu(x, weight, v.flatten(0, 2)), sae.decode(x[:4].relu(), weight[:16], capacity=9)
 
     return [call] * 4
@@ -177,11 +167,12 @@ def test_other_keys(device: torch.device) -> None:
         torch.set_float32_matmul_precision(kept)
     call(given[0].transpose(2, 3).contiguous().transpose(2, 3), *given[1:])
     blocksparse.attention(*given, layouts(device)[0], causal=False)
-    assert len(known("blocksparse_attention")) == 4 and before in known("blocksparse_attention")
+    seen = OPERATORS["blocksparse_attention"].repeated._seen
+    assert len(seen) == 4 and before in known("blocksparse_attention")
     off = torch.empty(given[0].numel() + 1, device=device)[1:].view_as(given[0]).copy_(given[0])
     for a, b in zip(call(off, *given[1:]), call(*given), strict=True):
         torch.testing.assert_close(a, b)
-    assert len(known("blocksparse_attention")) == 4
+    assert len(seen) == 4
 
 
 def test_copies_are_repeated(device: torch.device, stopped: Callable[[], None]) -> None:
@@ -189,7 +180,7 @@ def test_copies_are_repeated(device: torch.device, stopped: Callable[[], None]) 
     calls, (given, other) = blocks(device), (qkv(device, seed, torch.float32) for seed in (0, 2))
     wanted = calls[1](*other)
     crooked, others = ([x.transpose(2, 3).contiguous().transpose(2, 3) for x in xs] for xs in (given, other))
-    known("blocksparse_attention").clear()
+    forget()
     for _ in range(2):
         calls[0](*crooked)
     stopped()
@@ -234,13 +225,86 @@ def test_nothing_is_held(device: torch.device) -> None:
     assert not any(x() is not None for x in alive)
 
 
+@pytest.mark.gpu
+def test_descriptors_hold_nothing(device: torch.device) -> None:
+    """Hopper's kernels read by descriptors, each of which has its tensor as the base."""
+    q, k, v = (torch.randn(1, 2, 128, 64, device=device).bfloat16() for _ in range(3))
+    layout = blocksparse.Layout.full((2, 2), 64, device=device)
+    for _ in range(2):
+        out = blocksparse.attention(q, k, v, layout)
+    assert recordings()
+    alive = [weakref.ref(x) for x in (q, k, v, out)]
+    del q, k, v, out
+    gc.collect()
+    assert not any(x() is not None for x in alive)
+
+
+def test_a_refused_launcher_and_a_failing_one(device: torch.device) -> None:
+    """Neither is recorded again, and of the first nothing is held beyond the step that cannot be repeated."""
+    held, asked = [], []
+
+    def large(call: tuple[Tensor]) -> Tensor:
+        asked.append(call)
+        found = call[0].sum()
+        for _ in range(3):
+            held.append(weakref.ref(call[0].new_empty(100)))
+        return found + 1
+
+    def fails(call: tuple[Tensor]) -> Tensor:
+        asked.append(call)
+        raise ValueError("no")
+
+    x = torch.ones(4, device=device)
+    repeated = replay.Repeated(large, lambda call: call, [0], lambda call: ())
+    for _ in range(2):
+        repeated((x,))
+    assert not any(reference() is not None for reference in held)
+    repeated = replay.Repeated(fails, lambda call: call, [0], lambda call: ())
+    for _ in range(4):
+        with pytest.raises(ValueError, match="no"):
+            repeated((x,))
+    assert [call[0] is x for call in asked[2:]] == [True, False, True, True] and not replay.recorders
+
+
+def test_shared_memory_is_asked_for_anew(device: torch.device) -> None:
+    """Scratch and counters of a stream, twice in one call."""
+
+    def run(call: tuple[Tensor]) -> Tensor:
+        first, second = (launch.scratch.get(8, call[0].device)[:4] for _ in range(2))
+        counts = launch.counters.get(8, call[0].device)
+        first.copy_(call[0])
+        second.copy_(call[0])
+        return call[0].new_empty(4).copy_(first), call[0].new_empty(8, dtype=torch.int32).copy_(counts[:8])
+
+    repeated = replay.Repeated(run, lambda call: call, [0], lambda call: ())
+    for at in range(4):
+        out, counts = repeated((torch.full((4,), float(at), device=device),))
+        assert bool((out == at).all()) and not counts.any()
+    assert [type(found) for found in repeated._known.values()] == [replay.Recording]
+
+
+def test_inference_mode(device: torch.device) -> None:
+    """Functions that are made of others arrive whole there, and are taken apart."""
+
+    def run(call: tuple[Tensor]) -> Tensor:
+        return call[0].new_empty(6).copy_(call[0].t().contiguous().reshape(-1))
+
+    repeated = replay.Repeated(run, lambda call: call, [0], lambda call: ())
+    with torch.inference_mode():
+        for at in range(4):
+            x = torch.arange(6.0, device=device).view(2, 3) + at
+            assert torch.equal(repeated((x,)), x.t().reshape(-1))
+    assert [type(found) for found in repeated._known.values()] == [replay.Recording]
+
+
 def test_calls_of_many_shapes(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     """The number of recordings is bounded."""
     monkeypatch.setattr(replay.Repeated, "_MOST", 3)
     for keys in range(1, 8):
         q, k, v = (torch.ones(1, 1, 1, 16 * keys, device=device) for _ in range(3))
-        attend.sparse_attention(q, k, v, attend.Selection.from_mask(torch.ones(1, 1, 1, device=device).bool()))
-        assert len(known("sparse_attention")) <= 3
+        for _ in range(2):
+            attend.sparse_attention(q, k, v, attend.Selection.from_mask(torch.ones(1, 1, 1, device=device).bool()))
+        assert len(known("sparse_attention")) <= 3 and len(OPERATORS["sparse_attention"].repeated._seen) <= 3
 
 
 class Looks(TorchDispatchMode):
@@ -264,7 +328,7 @@ def test_threads(device: torch.device) -> None:
     """Threads that begin together record and repeat the same call."""
     calls, given = blocks(device), qkv(device, 0, torch.float32)
     wanted = [call(*given) for call in calls]
-    known("blocksparse_attention").clear()
+    forget()
     found: list[Any] = [None] * 4
 
     def run(at: int) -> None:

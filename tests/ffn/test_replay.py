@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from gossamer._core.operator import OPERATORS
+from gossamer._core.operator import OPERATORS, forget
 from tests.ffn.dense import call, check, operands
 
 
@@ -16,7 +16,7 @@ def test_a_recording_repeats_the_launches(shift: float, device: torch.device, ge
 
     known = OPERATORS["sparse_ffn"].repeated._known
     for m in (7, 40, 2000):
-        known.clear()
+        forget()
         for _ in range(3):
             a = operands((m, 256, 520, 64), torch.bfloat16, device, generator, shift=shift, shared=0.8)
             for activation in ("relu", "relu2"):

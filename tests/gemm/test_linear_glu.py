@@ -12,7 +12,6 @@ from torch import Tensor
 
 from gossamer import gemm
 from gossamer._core import tuning
-from gossamer._core.operator import OPERATORS
 from gossamer.gemm._torch.linear_glu import GATES
 from gossamer.testing import assert_close
 from tests import strategies
@@ -160,7 +159,6 @@ def test_a_launch_is_kept(m: int, device: torch.device, generator: torch.Generat
 
     made, make = [], linear_glu._launch_linear_glu
     monkeypatch.setattr(linear_glu, "_launch_linear_glu", lambda *a: made.append(m) or make(*a))
-    OPERATORS["linear_glu"].repeated._known.clear()
     # Enough columns for tiles of 32 to keep a GPU at work.
     sets = [leaves_of(m, 8192, 64, generator, torch.bfloat16) for _ in range(4)]
     outs = [gemm.linear_glu(**leaves) for leaves in sets]

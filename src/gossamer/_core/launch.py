@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gossamer._core.compiling import NotCompiled, walk, walking
 from gossamer._core.ops import INTERPRET
-from gossamer._core.replay import Epoch, Recorder, recorders
+from gossamer._core.replay import Epoch, Recorder, alone, recorders
 
 _HIP = torch.version.hip is not None
 _INT32 = (1 << 31) - 1
@@ -173,7 +173,7 @@ def _recorded(maker: Callable[..., Tensor], *args: Any) -> Tensor:
     if recorder is None:
         return maker(*args)
     with _disable_current_modes():
-        made = maker(*args)
+        made = alone(maker(*args))
     recorder.keep(made, maker, *args)
     return made
 
@@ -182,7 +182,8 @@ def _record(launch: Any, grid: tuple[int, int, int], args: Any, meta: dict[str, 
     recorder = _recorder()
     if recorder is not None:
         recorder.add(launch, grid, args, meta)
-        recorder.complete = recorder.complete and not misaligned
+        if misaligned:
+            recorder.refuse()
 
 
 class Tile(NamedTuple):
@@ -258,6 +259,7 @@ class Flags:
             return self._next(words, device)
         with _disable_current_modes():
             buffer, epoch = self._next(words, device)
+            buffer = alone(buffer)
         return buffer, recorder.signals(buffer, epoch, self._next, words, device)
 
     def _next(self, words: int, device: torch.device) -> tuple[Tensor, int]:

@@ -118,7 +118,8 @@ def register(
             differentiated, and an operator without `backward`, a step of a backward pass, refuses as well.
         repeats: whether equal calls on a GPU repeat the launches of the first ones (see `replay`). The launcher then
             follows from the call alone: from shapes, strides, dtypes, the device, the precision of float32 products
-            and the arguments that are no tensors.
+            and the arguments that are no tensors. It launches by `launch.Kernel` on the current stream, passes no
+            address as an int, and does not compute with an epoch of `flags`.
     """
 
     def decorate(launchers: Callable[..., Callable[[Record], Any]]) -> Operator[Record]:
@@ -152,6 +153,13 @@ def register(
         return operator
 
     return decorate
+
+
+def forget() -> None:
+    """No operator repeats the launches of an earlier call: for tests and benchmarks that change constants."""
+    for operator in OPERATORS.values():
+        if operator.repeated is not None:
+            operator.repeated.forget()
 
 
 def schema_of(record: Any, returns: Any) -> str:

@@ -6,15 +6,17 @@ launches. A `Recording` keeps the compiled launches, and for each of their point
 it points into, and its offset there. It holds no tensor, no memory and no stream, so it serves any operands of its key,
 in eager calls and while a CUDA graph captures.
 
-A launcher is recorded only if each of its steps is an allocation, a view, a copy, a product by the library or a launch:
-a mode of PyTorch's dispatcher looks on and refuses every other step, as it refuses a pointer into memory that no step
-has made. Memory that launches of a stream share, `flags`, `scratch` and `counters` of `launch`, is asked for anew.
+A launcher is recorded only if each of its steps is an allocation, a view, a copy, a product that the library writes
+where it is told, or a launch: a mode of PyTorch's dispatcher looks on and refuses every other step, as it refuses a
+pointer into memory that no step has made. Memory that launches of a stream share, `flags`, `scratch` and `counters` of
+`launch`, is asked for anew.
 """
 
 import threading
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from types import NoneType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,7 +35,18 @@ _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_li
 _EMPTY |= {_aten.new_empty.default, _aten.new_empty_strided.default}
 _ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
 _COPIES = {_aten.clone.default, _aten._to_copy.default}
-_WRITES = {_aten.copy_.default, _aten.zero_.default, _aten.fill_.Scalar, _aten.mm.out, _aten.addmm.out}
+_WRITES: dict[Any, Callable[..., Any]] = {
+    _aten.copy_.default: Tensor.copy_,
+    _aten.zero_.default: Tensor.zero_,
+    _aten.fill_.Scalar: Tensor.fill_,
+    _aten.mm.out: lambda a, b, out: torch.mm(a, b, out=out),
+    _aten.addmm.out: lambda bias, a, b, out: torch.addmm(bias, a, b, out=out),
+}
+"""Steps by PyTorch, and the functions that repeat them."""
+_MOST_BYTES = 1 << 26
+"""Of allocations that are no results. A recording holds them all until it ends, where a launcher may use memory again;
+and calls that need more take the device longer than the host."""
+
 Launch = tuple[Callable[..., Any], tuple[Any, ...]]
 """A compiled kernel's function, and its arguments between the stream and those of the kernel."""
 recorders: "dict[int, Recorder]" = {}
@@ -46,58 +59,69 @@ class Epoch(int):
     place: int
 
 
+class Memory(NamedTuple):
+    """A place of memory: the tensor, None for a missing operand and for an epoch; and how a repetition makes it, by
+    `maker(*given)`, None for operands and epochs."""
+
+    tensor: Tensor | None
+    maker: Callable[..., Any] | None = None
+    given: tuple[Any, ...] = ()
+    owned: bool = False
+
+
 class Recorder(TorchDispatchMode):
-    """Looks on while a launcher runs. `memory` begins with the operands, None for missing ones; memory that steps make
-    follows. `made` says of each such step how it is repeated, and `steps` which of them made a place of memory."""
+    """Looks on while a launcher runs. `memory` begins with the operands; memory that steps make follows."""
 
     def __init__(self, operands: Sequence[Tensor | None]) -> None:
         super().__init__()
-        self.complete = True
-        self.made: list[tuple[Callable[..., Any], tuple[Any, ...]]] = []
-        self.steps: dict[int, int] = {}
+        self.complete, self._bytes = True, 0
         # Allocations stay alive while others are made, so that no address comes twice.
-        self.memory: list[Tensor | None] = list(operands)
+        self.memory = [Memory(x) for x in operands]
         self.launches: list[tuple[Launch, tuple[int, int, int], list[Any], list[Any], list[Any]]] = []
         self._places = {_storage(x): place for place, x in enumerate(operands) if x is not None}
         self._device = next(x.device for x in operands if x is not None)
 
-    def __enter__(self) -> Any:
-        recorders[threading.get_ident()] = self
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        recorders.pop(threading.get_ident(), None)
-        super().__exit__(*error)
+    def refuse(self) -> None:
+        """The launcher cannot be recorded, and nothing of it is held any longer."""
+        self.complete = False
+        self.memory, self.launches, self._places = [], [], {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        made = function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if function._can_decompose():
+            # In inference mode, and below autograd, composite functions arrive whole.
+            with self:
+                return function.decompose(*args, **kwargs)
+        made = function(*args, **kwargs)
+        if not self.complete:
+            return made
         if function in _EMPTY or function in _ZEROS or function in _COPIES:
-            self.complete = self.complete and made.device == self._device
-            self.keep(made, EMPTY[self._device.type], tuple(made.shape), made.stride(), made.dtype)
+            self._bytes += made.nbytes
+            if made.device != self._device or self._bytes > 4 * _MOST_BYTES:
+                self.refuse()
+                return made
+            self.keep(made, EMPTY[self._device.type], tuple(made.shape), made.stride(), made.dtype, owned=True)
         if function in _COPIES:
-            self._write(_aten.copy_.default, made, args[0])
+            self._write(Tensor.copy_, made, args[0])
         elif function in _ZEROS:
-            self._write(_aten.zero_.default, made)
-        elif function in _WRITES:
-            self.complete = self.complete and not {*(kwargs or {})} - {"out"}
-            self._write(function, *args, *(kwargs or {}).values())
+            self._write(Tensor.zero_, made)
+        elif function in _WRITES and not kwargs.keys() - {"out"}:
+            self._write(_WRITES[function], *args, *kwargs.values())
         elif function not in _EMPTY and not function.is_view:
-            self.complete = False
+            self.refuse()
         return made
 
-    def keep(self, made: Tensor, maker: Callable[..., Any], *args: Any) -> None:
-        """Memory that a step has made, and a repetition makes by `maker`."""
+    def keep(self, made: Tensor, maker: Callable[..., Any], *given: Any, owned: bool = False) -> None:
+        """Memory that a step has made, and a repetition makes by `maker`; `owned` by this call alone."""
         self._places[_storage(made)] = len(self.memory)
-        self.steps[len(self.memory)] = len(self.made)
-        self.memory.append(made)
-        self.made.append((maker, args))
+        self.memory.append(Memory(made, maker, given, owned))
 
-    def signals(self, flags: Tensor, epoch: int, maker: Callable[..., Any], *args: Any) -> Epoch:
+    def signals(self, flags: Tensor, epoch: int, maker: Callable[..., Any], *given: Any) -> Epoch:
         """The epoch of a launch with flags; `maker` gives both to a repetition."""
-        self.keep(flags, maker, *args)
+        self.keep(flags, maker, *given)
         found = Epoch(epoch)
         found.place = len(self.memory)
-        self.memory.append(None)
+        self.memory.append(Memory(None))
         return found
 
     def _write(self, function: Any, *args: Any) -> None:
@@ -105,11 +129,11 @@ class Recorder(TorchDispatchMode):
 
     def _place_of(self, x: Tensor) -> tuple[int, int]:
         """(place in `memory`, bytes behind its beginning) of a tensor."""
-        place = self._places.get(_storage(x))
-        whole = None if place is None else self.memory[place]
-        if whole is None or place is None:
-            self.complete = False
-            return 0, 0
+        place = self._places.get(_storage(x), -1)
+        whole = self.memory[place].tensor if place >= 0 else None
+        if whole is None:
+            self.refuse()
+            return -1, 0
         return place, x.data_ptr() - whole.data_ptr()
 
     def add(
@@ -121,6 +145,8 @@ class Recorder(TorchDispatchMode):
         views: bool = INTERPRET,
     ) -> None:
         """A launch that has just run. It takes addresses, or with `views` tensors."""
+        if not self.complete:
+            return
         constant, pointers, descriptors = [*args, *meta.values()], [], []
         for at, arg in enumerate(args):
             if isinstance(arg, Tensor):
@@ -134,34 +160,34 @@ class Recorder(TorchDispatchMode):
                 pointers.append((at, arg.place, 0, None))
             elif hasattr(arg, "block_shape"):
                 place, offset = self._place_of(arg.base)
-                self.complete = self.complete and offset == 0 and not INTERPRET
+                if offset or INTERPRET:
+                    self.refuse()
+                constant[at] = None
                 descriptors.append((at, place, type(arg), {**vars(arg), "base": None}))
             elif isinstance(arg, tuple):
-                self.complete = False
+                self.refuse()
+            if not self.complete:
+                return
         self.launches.append((launch, grid, constant, pointers, descriptors))
 
     def recording(self, results: Any) -> "Recording | None":
         """The recording of a launcher that returned these results; None where it cannot be repeated."""
-        made, places = [*self.made], []
-        between = sum(x.nbytes for place, x in enumerate(self.memory) if x is not None and place in self.steps)
+        made, places = [(each.maker, each.given) for each in self.memory if each.maker is not None], []
+        steps = [place for place, each in enumerate(self.memory) if each.maker is not None]
+        between = sum(each.tensor.nbytes for each in self.memory if each.owned and each.tensor is not None)
         for result in (results,) if isinstance(results, Tensor) else results or ():
-            place, offset = self._place_of(result)
-            whole, step = self.memory[place], self.steps.get(place)
-            if offset or step is None or place in places or whole is None or whole.nbytes != result.nbytes:
+            place, offset = self._place_of(result) if self.complete else (-1, 0)
+            whole = self.memory[place] if place >= 0 else Memory(None)
+            if offset or not whole.owned or place in places or whole.tensor is None:
                 return None
-            maker, (_, _, dtype) = made[step]
-            made[step] = maker, (tuple(result.shape), result.stride(), dtype)
-            self.complete = self.complete and dtype is result.dtype
+            if whole.tensor.nbytes != result.nbytes or whole.tensor.dtype is not result.dtype:
+                return None
+            made[steps.index(place)] = whole.maker, (tuple(result.shape), result.stride(), result.dtype)
             places.append(place)
             between -= result.nbytes
         if not self.complete or between > _MOST_BYTES:
             return None
         return Recording(made, self.launches, places, results)
-
-
-_MOST_BYTES = 1 << 26
-"""Of allocations that are no results. A recording holds them all until it ends, where a launcher may use memory again;
-and calls that need more take the device longer than the host."""
 
 
 class Recording:
@@ -202,20 +228,26 @@ class Repeated:
     """A launcher whose equal calls are recorded. `tensors` and `others` pick the fields of a record that are tensors,
     whose places are given, and that are none. The number of recordings is bounded."""
 
-    __slots__ = ("_known", "_others", "_places", "_run", "_tensors")
+    __slots__ = ("_known", "_others", "_places", "_run", "_seen", "_tensors")
     _MOST = 512
 
     def __init__(self, run: Callable[..., Any], tensors: Any, places: list[int], others: Any) -> None:
         self._run, self._tensors, self._places, self._others = run, tensors, places, others
-        # False after one call, None if a call cannot be repeated.
-        self._known: dict[Hashable, Recording | bool | None] = {}
+        # None if a call cannot be repeated.
+        self._known: dict[Hashable, Recording | None] = {}
+        self._seen: set[Hashable] = set()
+
+    def forget(self) -> None:
+        """From now on no call is known."""
+        self._known.clear()
+        self._seen.clear()
 
     def __call__(self, call: Any, only: bool = False) -> Any:
         """The results of a call; with `only`, None where there is no recording of it."""
         if walking or watched():
             return None if only else self._run(call)
         memory = [*self._tensors(call)]
-        key: Any = [self._others(call), torch._C._get_float32_matmul_precision()]
+        key: Any = [self._others(call), torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"]
         pointers: list[int | None] = []
         united, last = 0, None
         for x in memory:
@@ -234,55 +266,73 @@ class Repeated:
         if united % 16 or not (INTERPRET or torch._C._cuda_getDevice() == device.index):
             return None if only else self._run(call)
         try:
-            found = self._known.get(key, True)
+            found = self._known.get(key)
         except TypeError:  # PyTorch's dispatcher makes lists of tuples
             fields = [tuple(field) if isinstance(field, list) else field for field in call]
             return self(tuple.__new__(type(call), fields), only)
-        if type(found) is Recording:
+        if found is not None:
             return found(memory, pointers, device)
         if only:
             return None
-        if found is None:
+        return self._run(call) if key in self._known else self._first_or_second(key, call, memory)
+
+    def _first_or_second(self, key: Hashable, call: Any, operands: list[Tensor | None]) -> Any:
+        if key not in self._seen:
+            if len(self._seen) >= self._MOST:
+                self._seen.clear()
+            self._seen.add(key)
             return self._run(call)
         if len(self._known) >= self._MOST:
-            self._known.clear()
-        if found is True:
-            results, self._known[key] = self._run(call), False
-            return results
-        recorder = Recorder([None if x is None else _alone(x) for x in memory])
+            for old in list(self._known)[: self._MOST // 2 + 1]:
+                self._known.pop(old, None)
+        # A call that fails is not recorded again.
+        self._known[key] = None
+        given = [None if x is None else alone(x) for x in operands]
         fields = [*call]
-        for place, x in zip(self._places, recorder.memory):
+        for place, x in zip(self._places, given):
             fields[place] = x
-        with recorder:
+        with _recording(Recorder(given)) as recorder:
             results = self._run(tuple.__new__(type(call), fields))
         self._known[key] = recorder.recording(results)
         return results
+
+
+@contextmanager
+def _recording(recorder: Recorder) -> Iterator[Recorder]:
+    """The recorder of this thread; afterwards the one before."""
+    me = threading.get_ident()
+    before, recorders[me] = recorders.get(me), recorder
+    try:
+        with recorder:
+            yield recorder
+    finally:
+        if before is None:
+            del recorders[me]
+        else:
+            recorders[me] = before
 
 
 def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _alone(x: Tensor) -> Tensor:
+def alone(x: Tensor) -> Tensor:
     """The tensor with a storage of its own over the same memory, so that operands that are views of one tensor, or one
     tensor twice, can be told apart."""
-    alone: Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
+    same: Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
     # DLPack gives dimensions of 1 a stride of its own.
-    return alone.as_strided(x.shape, x.stride())
+    return same.as_strided(x.shape, x.stride())
 
 
 def _run_below_autograd(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
     """A step by PyTorch, which takes the place of a launch."""
     with torch._C._AutoDispatchBelowAutograd():
-        if function in (_aten.mm.out, _aten.addmm.out):
-            function(*args[:-1], out=args[-1])
-        else:
-            function(*args)
+        function(*args)
 
 
 def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
     """A view of a tensor's memory, for steps that take no addresses."""
     if x.dtype is dtype:
-        return x.detach().as_strided(shape, strides, x.storage_offset() + offset // dtype.itemsize)
+        return x.as_strided(shape, strides, x.storage_offset() + offset // dtype.itemsize)
     at = (x.storage_offset() * x.element_size() + offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage(), at, shape, strides)

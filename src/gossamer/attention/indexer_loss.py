@@ -110,7 +110,6 @@ def _backward(call: IndexerLoss, kept: Any, grads: Any, needs: Any) -> Mapping[s
     keep=lambda call, results: results[1:],
     differentiable=1,
     once_differentiable=OPERATOR,
-    repeats=True,
 )
 def _indexer_loss() -> Any:
     from gossamer.attention._triton.indexer_loss import indexer_loss

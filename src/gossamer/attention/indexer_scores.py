@@ -137,7 +137,6 @@ def _indexer_scores() -> Any:
     cpu=_cpu.indexer_scores_backward,
     fake=_fake_backward,
     once_differentiable="attention.indexer_scores",
-    repeats=True,
 )
 def _indexer_scores_backward() -> Any:
     from gossamer.attention._triton.indexer_scores import indexer_scores_backward

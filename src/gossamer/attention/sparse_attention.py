@@ -357,7 +357,6 @@ def _sparse_attention_bwd() -> Any:
     cpu=_indexer.straight_through,
     fake=lambda call: tuple(x.new_empty(x.shape) for x in call.indexer),
     once_differentiable=OPERATOR,
-    repeats=True,
 )
 def _straight_through() -> Any:
     from gossamer.attention._triton.indexer_loss import straight_through
