@@ -1,5 +1,6 @@
 """How `gemm.linear_glu` goes about it, chosen by what the host knows."""
 
+import math
 from typing import Literal
 
 import torch
@@ -44,6 +45,17 @@ def choose_path(call: LinearGlu) -> Path:
     if INTERPRET or not (aligned and n % 8 == 0 and tuning.hopper(x.device)):
         return "products"
     return "hopper" if m * n * k >= WORK else "products"
+
+
+def gains(x: Tensor, gate_weight: Tensor, up_weight: Tensor | None) -> bool:
+    """Whether x `[..., K]` takes less time here than by PyTorch's own products and operators, where no gradient is
+    needed and the host calls each: on a GPU, by a kernel that saves launches, or where passes over large results
+    count."""
+    if not (x.is_cuda or INTERPRET):
+        return False
+    m, n = math.prod(x.shape[:-1]), gate_weight.shape[0] // (2 if up_weight is None else 1)
+    call = LinearGlu(x.reshape(m, x.shape[-1]), gate_weight, up_weight, None, None, "silu", False)
+    return choose_path(call) != "products" or m * n * x.shape[-1] >= WORK
 
 
 def readable(operand: Tensor) -> bool:

@@ -9,6 +9,8 @@ a tile of the gate and the same tile of up, in two accumulators that meet in reg
 A backward pass that kept nothing computes gate and up again; one that kept the two reads them (`_glu_bwd_kernel`).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -167,23 +169,43 @@ def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
 _plans = launch.Plans()
 
 
+def again(call: LinearGlu) -> Tensor | None:
+    """The result of a call of few rows whose like was computed before, so that nothing has to be checked; else None."""
+    out = call.x.new_empty(call.x.shape[0], call.gate_weight.shape[0] // (2 if call.up_weight is None else 1))
+    return out if _repeated(call, out) is None else None
+
+
 def _launch_few_rows(call: LinearGlu, out: Tensor) -> None:
     """Fills out. Host time is most of a step of decoding: what follows from shapes is done once and kept as a plan."""
-    x, gate_weight, up_weight, gate_bias, up_bias, activation, _ = call
-    index = x.get_device()
-    key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
-    key += (None if up_weight is None else up_weight.stride(),)
-    key += tuple([None if bias is None else bias.dtype for bias in (gate_bias, up_bias)])
-    gate = gate_weight.data_ptr()
-    rows = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
-    up = gate + rows if up_weight is None else up_weight.data_ptr()
-    biases = [None if bias is None else bias.data_ptr() for bias in (gate_bias, up_bias)]
-    pointers = (x.data_ptr(), gate, up, *biases, out.data_ptr())
-    plan = _plans.get(key, index, pointers[0] | gate | up | (biases[0] or 0) | (biases[1] or 0))
-    if plan is not None:
-        plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
-        return
-    _plans.keep(key, x.device, _launch_linear_glu(_split(call), None, out, None))
+    key = _repeated(call, out)
+    if key is not None:
+        _plans.keep(key, call.x.device, _launch_linear_glu(_split(call), None, out, None))
+
+
+def _repeated(call: LinearGlu, out: Tensor) -> Any:
+    """Fills out by a plan, and returns None; the call's key where there is none."""
+    *operands, activation, _ = call
+    found: list[Any] = [activation]
+    pointers, united = [], 0
+    for t in operands:
+        if t is None:
+            found.append(None)
+            pointers.append(None)
+        else:
+            pointer = t.data_ptr()
+            found.append((t.shape, t.stride(), t.dtype, t.get_device()))
+            pointers.append(pointer)
+            united |= pointer
+    key, index = tuple(found), out.get_device()
+    if call.up_weight is None:
+        weight = call.gate_weight
+        pointers[2] = pointers[1] + out.shape[1] * weight.stride(0) * weight.element_size()
+        united |= pointers[2]
+    plan = _plans.get(key, index, united)
+    if plan is None:
+        return key
+    plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers, out.data_ptr())
+    return None
 
 
 def linear_glu_bwd(call: LinearGluBwd) -> tuple[Tensor, Tensor]:
