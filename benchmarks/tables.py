@@ -38,6 +38,11 @@ HEADLINES = (
         "M=16384,K=2048,N=5632,nnz=29,shared=0%",
     ),
     (
+        f"both passes of such a block in training{_GRAPH}",
+        "ffn-training",
+        "training/M=16384,K=2048,N=5632,nnz=29,shared=0%",
+    ),
+    (
         "attention, 25% of its blocks of 128, 8,192 tokens (H100)",
         "blocksparse-attention",
         "/attention/T=8192,H=16,D=128,block=128,density=25",

@@ -107,11 +107,12 @@ def test_results_are_checked_at_another_length(monkeypatch: pytest.MonkeyPatch, 
 
 def test_the_stages_of_a_layer() -> None:
     """The published count of FLOPs at T 4,096, whose scores and attention are not causal."""
-    from benchmarks.attention.bench_gated_sparse_attention import stages
+    from benchmarks.attention.bench_gated_sparse_attention import least_flops, stages
 
     T, width, k = 4096, 2048, 2048
     found = stages(T, width, k)
-    products = 12 * T * width**2 + 2 * T * width * (256 + 64 + 4)
     seen, taken = T * (T + 1) / 2, k * (k + 1) / 2 + (T - k) * k
-    assert sum(flops for flops, _ in found.values()) == products + 2 * 64 * 4 * seen + 4 * width * taken
+    indexer = 2 * T * width * (256 + 64 + 4) + 2 * 64 * 4 * seen
+    assert least_flops(T, width, k, False) == 12 * T * width**2 + indexer + 4 * width * taken
+    assert least_flops(T, width, k, True) == 3 * (12 * T * width**2 + 4 * width * taken) + indexer
     assert found["output projection"] == (2 * T * width**2, 2 * (2 * T * width + width**2))

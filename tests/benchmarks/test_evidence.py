@@ -90,8 +90,10 @@ def test_rows_of_results() -> None:
     ]
     made = evidence.training(result(runs=runs, largest_difference=1e-3))
     assert made[1] == ["64, 1", "1.00 GiB, 1.0 s", "2.00 GiB, 2.0 s", "3.00 GiB, 3.0 s"] and "1.0e-03" in made[2][1]
-    layer = result(case("gated_sparse_attention", [provider("gossamer", 2.0, 1e-3)], B=2, T=64))
-    assert evidence.layers(layer)[1] == ["T 64, gossamer", "1,000", "128,000", "1000", "1,024"]
+    layer = result(case("gated_sparse_attention", [provider("gossamer", 2.0, 1e-3)], B=2, T=64, hidden=2048, k=32))
+    least = sum(flops for flops, _ in evidence.counted(64, 2048, 32).values())
+    rate = f"{2 * least / 1e9:.0f}"
+    assert evidence.layers(layer)[1] == ["T 64, gossamer", "1,000", "128,000", rate, "1,024"]
     whole = evidence.stages(layer)[-1]
     assert whole[0] == "all" and whole[2] == "100.0%"
     model = result(case("model", [provider("gossamer", 2.0), provider("dense", 3.0)], layers=28, entries=29))
