@@ -186,7 +186,8 @@ def _repeated(call: LinearGlu, out: Tensor) -> Any:
     """Fills out by a plan, and returns None; the call's key where there is none."""
     *operands, activation, _ = call
     found: list[Any] = [activation]
-    pointers, united = [], 0
+    pointers: list[int | None] = []
+    united = 0
     for t in operands:
         if t is None:
             found.append(None)
@@ -199,8 +200,9 @@ def _repeated(call: LinearGlu, out: Tensor) -> Any:
     key, index = tuple(found), out.get_device()
     if call.up_weight is None:
         weight = call.gate_weight
-        pointers[2] = pointers[1] + out.shape[1] * weight.stride(0) * weight.element_size()
-        united |= pointers[2]
+        up = weight.data_ptr() + out.shape[1] * weight.stride(0) * weight.element_size()
+        pointers[2] = up
+        united |= up
     plan = _plans.get(key, index, united)
     if plan is None:
         return key
