@@ -185,7 +185,8 @@ def _repeated(call: LinearGlu, out: Tensor) -> Any:
     """Fills out by a plan, and returns None; the call's key where there is none."""
     *operands, activation, _ = call
     found: list[Any] = [activation]
-    pointers, united = [], 0
+    pointers: list[Any] = []
+    united = 0
     for t in operands:
         if t is None:
             found.append(None)

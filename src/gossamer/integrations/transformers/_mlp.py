@@ -249,7 +249,7 @@ def _settled(self: Any, x: Any) -> str | None:
         return None
     own = self.__dict__
     if "sparse_block" in own:
-        return own["sparse_block"].settled(x)  # type: ignore[no-any-return]
+        return own["sparse_block"].settled(x)
     kept = own.get(KEPT)
     return None if kept is None else kept.found.settled.get((x.numel(), x.dtype, x.device))
 
