@@ -120,6 +120,11 @@ def hooked(module: nn.Module) -> bool:
     )
 
 
+def any_hook(*parts: Any) -> bool:
+    """Whether a hook listens to one of these modules, or to all modules; what is no module has none."""
+    return bool(_has_any_global_hook()) or any(hooked(part) for part in parts if isinstance(part, nn.Module))
+
+
 def plain_inference(x: Tensor) -> bool:
     """Whether no gradient, autocast, torch.func transform or tracer sees the operations on x."""
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or autocast.enabled(x.device):

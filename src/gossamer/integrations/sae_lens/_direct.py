@@ -13,7 +13,7 @@ from gossamer.sae import decode_path
 
 DIRECT = "_gossamer_direct"
 """The name in a module's dictionary of its `_Direct`."""
-_KNOWN_FORWARD = "encode decode use_error_term torch no_grad _disable_hooks hook_sae_error hook_sae_output".split()
+_KNOWN_FORWARD = "encode decode use_error_term torch no_grad _disable_hooks hook_sae_error hook_sae_output"
 """The names in a forward that encodes, decodes, and without an error term calls `hook_sae_output` and nothing else."""
 _MOST = 256
 """Sizes of x that are kept."""
@@ -43,7 +43,7 @@ class _Direct:
 def remember(sae: Any, x: Tensor, density: DensityTracker) -> None:
     """Lets later calls with such an x go by the class's functions, if the class's forward has the known steps."""
     kind = type(sae)
-    if list(kind.forward.__code__.co_names) == _KNOWN_FORWARD:
+    if " ".join(kind.forward.__code__.co_names) == _KNOWN_FORWARD:
         # Copies have None there.
         own = sae.__dict__
         direct = own[DIRECT] = own.get(DIRECT) or _Direct(own, kind, density)
