@@ -92,10 +92,12 @@ class SparseBlock:
             return None
         return run(self.operator, block, self.method, self.density, with_activity)
 
-    def settled(self, x: Tensor) -> str | None:
-        """The path of a call with x, without gradients and not compiled, that is neither counted nor observed; else
+    def settled(self, x: Any) -> str | None:
+        """The path of a call with x, if it is without gradients, not compiled, and neither counted nor observed; else
         None. Where it is "dense" a module calls its layers itself, which costs nothing beside a module without this
         block; `again` may compute the others; and where that is None, the block is called."""
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+            return None
         tracker = self.density
         path, every = tracker.settled.get((x.numel(), x.dtype, x.device), _OPEN)
         # One function: in a model, where its code is no longer in the caches, each takes some microseconds.

@@ -55,9 +55,7 @@ class _Sparse(nn.Module):
 
     def _leaves(self, x: Tensor) -> bool:
         """Whether the layers, called one after the other, are all that x needs now."""
-        if self.l1 or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
-            return False
-        return self.sparse_block.settled(x) == "dense"
+        return not self.l1 and self.sparse_block.settled(x) == "dense"
 
     def _sparse(
         self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear, recompute: bool = False

@@ -15,7 +15,8 @@ from gossamer._core import autocast, checks
 
 Found = TypeVar("Found")
 KEPT = "_gossamer_parts"
-"""The name in a module's dictionary of the answer that `of_parts` keeps, whose `found` may no longer hold."""
+"""The name in a module's dictionary of the answer that `of_parts` keeps."""
+_MOST = 256
 _GLOBAL_HOOKS = [_nn._global_forward_hooks, _nn._global_forward_pre_hooks]
 _GLOBAL_HOOKS += [_nn._global_backward_hooks, _nn._global_backward_pre_hooks]
 # torch.export traces with parameters that are FakeTensors; those of a subclass stay of that subclass.
@@ -61,10 +62,11 @@ class _Kept(Generic[Found]):
     """A result, and all that it may depend on: the types of a module's parts, the types and dtypes of their parameters,
     and the argument of a GELU. Nothing that is replaced is kept alive."""
 
-    __slots__ = ("_parts", "found")
+    __slots__ = ("_parts", "_paths", "found")
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], found: Found) -> None:
         self.found, self._parts = found, []
+        self._paths: dict[tuple[Any, ...], str] = {}
         for name in names:
             part = module._modules.get(name)
             own = {"_parameters": {}} if part is None else part.__dict__
@@ -95,6 +97,17 @@ class _Kept(Generic[Found]):
                 if type(tensor) is not of_type or (tensor is not None and tensor.dtype is not dtype):
                     return False
         return True
+
+    def settle(self, x: Tensor, path: str) -> None:
+        """Keeps the name of the path that calls with such an x take."""
+        if len(self._paths) < _MOST:
+            self._paths[x.numel(), x.dtype, x.device] = path
+
+    def settled(self, x: Any) -> str | None:
+        """That name, for a call without gradients that is not compiled; else None. The parts may have changed since."""
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+            return None
+        return self._paths.get((x.numel(), x.dtype, x.device))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
