@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import listened, needs_gradient
+from gossamer._core.ops import needs_gradient
 from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.tracker import BlockTracker
@@ -112,9 +112,8 @@ class SparseBlock:
 
     def again(self, operands: tuple[Any, ...], activation: str) -> Tensor | None:
         """The result of a "gather" call that `settled` names, by the launches of an earlier call on a GPU; None, and
-        nothing computed, where there was none. Operands are those of the operator, x `[M, K]`."""
-        if listened() or torch._C._is_any_autocast_enabled() or not operands[0].is_cuda:
-            return None
+        nothing computed, where there was none. Operands are those of the operator, x `[M, K]`; autocast is off, and
+        nothing listens to the dispatcher."""
         from gossamer.ffn._triton.sparse_ffn import again
 
         out = again(operands, activation == "relu2")

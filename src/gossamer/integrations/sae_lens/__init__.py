@@ -12,7 +12,7 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -219,7 +219,6 @@ class _State(threading.local):
 
     def __init__(self, report: Report) -> None:
         self.report, self.tracker = report, BlockTracker(rows=report.density)
-        self.small: dict[Hashable, bool] = {}
         self.turns: tuple[str, ...] = ()
         self.followed = False
         self.training = False

@@ -65,12 +65,6 @@ def is_small(self: Any, x: Tensor, name: str) -> bool:
     weight, W_dec = parameters.get(name), parameters.get("W_dec")
     if weight is None or W_dec is None or state.tracker.rows.pinned is not None or type(x) is not Tensor:
         return False
-    rows = x.numel() // max(weight.shape[0], 1)
-    key = rows, W_dec.shape, W_dec.dtype, W_dec.device
-    found: bool | None = state.small.get(key)
-    if found is None:
-        if len(state.small) >= _MOST:
-            state.small.clear()
-        found = decode_path.choose_path(rows, W_dec.shape[0], W_dec.shape[1], W_dec) == "dense"
-        state.small[key] = found
-    return found
+    return (
+        decode_path.choose_path(x.numel() // max(weight.shape[0], 1), W_dec.shape[0], W_dec.shape[1], W_dec) == "dense"
+    )

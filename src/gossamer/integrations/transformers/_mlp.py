@@ -245,22 +245,21 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
 
 def _again(self: Any, x: Tensor, layout: Layout, path: str) -> Tensor | None:
     """The result of a call that takes this path and whose like was computed before, by its launches; else None."""
-    own = self.__dict__
-    kept = own.get(KEPT)
-    if kept is None or (path == "fused" and "sparse_block" in own) or layout.dropout or not kept.holds(self):
+    kept, block = self.__dict__.get(KEPT), self.__dict__.get("sparse_block")
+    quiet = x.is_cuda and not (listened() or torch._C._is_any_autocast_enabled())
+    if not quiet or kept is None or layout.dropout or not kept.holds(self):
         return None
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    weights, able = _weights(self, layout, whole=path == "fused"), kept.found
-    if path == "gather":
-        out = own["sparse_block"].again((flat, *weights[:2], None, *weights[2:]), able.activation)
-    elif listened() or torch._C._is_any_autocast_enabled() or not (x.is_cuda and able.reads_down):
-        return None
-    else:
+    weights, able = _weights(self, layout, whole=block is None), kept.found
+    out: Tensor | None = None
+    if block is not None and able.sparse and path == "gather":
+        out = block.again((flat, *weights[:2], None, *weights[2:]), able.activation)
+    elif block is None and able.reads_down:
         from gossamer.gemm._triton.linear_glu import again
 
         gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = weights
-        out = again(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False))
-        out = None if out is None else linear(out, down_weight, down_bias)
+        hidden = again(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False))
+        out = None if hidden is None else linear(hidden, down_weight, down_bias)
     return out if out is None or x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
