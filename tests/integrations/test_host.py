@@ -81,7 +81,7 @@ def test_a_repeated_call_reads_the_block_as_it_is(k: int, n: int, sparse: bool, 
             for _ in range(41):
                 same(torch.randn(shape, device=device, dtype=torch.bfloat16))
         x = torch.randn(1, 1, k, device=device, dtype=torch.bfloat16)
-        assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 10
+        assert functions(lambda: patched(x)) <= functions(lambda: plain(x))
         assert not sparse or patched.sparse_block.last_path == "gather"
         for own, other in zip(plain.parameters(), patched.parameters()):
             own.data = own.data.flip(0)
@@ -90,6 +90,9 @@ def test_a_repeated_call_reads_the_block_as_it_is(k: int, n: int, sparse: bool, 
         handle = patched.down_proj.register_forward_hook(lambda module, given, out: 0 * out)
         assert not patched(x).any()
         handle.remove()
+        same(x)
+        for block in (plain, patched):
+            block.act_fn = nn.GELU()
         same(x)
         patched.down_proj.weight.data = patched.down_proj.weight.data.cpu()
         with pytest.raises(ValueError, match="down_weight must be on cuda"):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import needs_gradient
+from gossamer._core.ops import listened, needs_gradient
 from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.tracker import BlockTracker
@@ -110,17 +111,20 @@ class SparseBlock:
             tracker.last_path = path
         return path
 
-    def again(self, operands: tuple[Any, ...], activation: str) -> Tensor | None:
+    def again(self, x: Tensor, weights: tuple[Any, ...], activation: str) -> Tensor | None:
         """The result of a "gather" call that `settled` names, by the launches of an earlier call on a GPU; None, and
-        nothing computed, where there was none. Operands are those of the operator, x `[M, K]`; autocast is off, and
-        nothing listens to the dispatcher."""
+        nothing computed, where there was none, or somebody listens. Weights and biases are those of a call."""
+        if not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
+            return None
         from gossamer.ffn._triton.sparse_ffn import again
 
-        out = again(operands, activation == "relu2")
-        if out is not None:
-            self.density.looked += 1
-            self.density.last_path = "gather"
-        return out
+        flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        out = again((flat, *weights[:2], None, *weights[2:]), activation == "relu2")
+        if out is None:
+            return None
+        self.density.looked += 1
+        self.density.last_path = "gather"
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
     def observe(self, block: Block) -> None:
         """Tells the observer of a call; not of one that a checkpoint repeats in a backward pass."""

@@ -140,6 +140,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         if is_sparse and method is not None:
             module.sparse_block = SparseBlock(method, _PATCH)
             module.sparse_block.keeps_activity = train
+            # A step through a larger module's forward takes longer than what it saves for small blocks.
+            module.sparse_block.density.repeats = not layout.inline
             found.add(name)
         elif method is not None:
             dense[name] = why_not_sparse(module, layout) or ""
@@ -246,21 +248,22 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
 def _again(self: Any, x: Tensor, layout: Layout, path: str) -> Tensor | None:
     """The result of a call that takes this path and whose like was computed before, by its launches; else None."""
     kept, block = self.__dict__.get(KEPT), self.__dict__.get("sparse_block")
-    quiet = x.is_cuda and not (listened() or torch._C._is_any_autocast_enabled())
-    if not quiet or kept is None or layout.dropout or not kept.holds(self):
+    if kept is None or layout.dropout or not kept.holds(self):
         return None
-    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    weights, able = _weights(self, layout, whole=block is None), kept.found
-    out: Tensor | None = None
-    if block is not None and able.sparse and path == "gather":
-        out = block.again((flat, *weights[:2], None, *weights[2:]), able.activation)
-    elif block is None and able.reads_down:
-        from gossamer.gemm._triton.linear_glu import again
+    able = kept.found
+    if block is not None:
+        return block.again(x, _weights(self, layout), able.activation) if able.sparse and path == "gather" else None
+    if not (x.is_cuda and able.reads_down) or listened() or torch._C._is_any_autocast_enabled():
+        return None
+    from gossamer.gemm._triton.linear_glu import again
 
-        gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = weights
-        hidden = again(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False))
-        out = None if hidden is None else linear(hidden, down_weight, down_bias)
-    return out if out is None or x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+    gate_weight, gate_bias, up_weight, up_bias, *down = _weights(self, layout, whole=True)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    hidden = again(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False))
+    if hidden is None:
+        return None
+    out = linear(hidden, *down)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
 class _View:
