@@ -101,7 +101,7 @@ def main() -> None:
     parser.add_argument("--room", action="append", required=True, help="of the cases; repeatable")
     parser.add_argument("--case", action="append", help="a glob of names or ids without the room; repeatable")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="JSON of every time")
+    parser.add_argument("--out", type=Path, help="JSON of every time, written after each case")
     options = parser.parse_args()
     trees = [Tree(root.resolve(), options.room) for root in options.trees]
     common = [case for case in trees[1].cases if case in trees[0].cases]
@@ -114,8 +114,8 @@ def main() -> None:
         found[case] = times
         errors = [answer["error"] for pair in times for answer in pair if "error" in answer]
         print(f"{case}: {errors[0] if errors else told(times)}", flush=True)
-    if options.out:
-        options.out.write_text(json.dumps(found, indent=1) + "\n")
+        if options.out:
+            options.out.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def told(times: list[list[Answer]]) -> str:

@@ -171,7 +171,7 @@ def linear_packed(case: Case) -> Scenario:
     case.give("W", case.draw(n, d))
     case.give("threshold", (case.draw(n).to(torch.promote_types(case.dtype, torch.float32)) + 2.5) / 3)
     name = case.pick("relu", "relu2", "jumprelu")
-    options = case.pick({"tile": 16, "slots": 2}, {"tile": 300}, {}, {"capacity": case.pick(1, 5, 70)})
+    options = case.pick({}, {"capacity": case.pick(1, 5, 70)})
 
     def call(x: Tensor, weight: Tensor, b: Any, W: Tensor, threshold: Tensor) -> Results:
         rows = gemm.linear_pack(x, weight, b, _activation(case, name, threshold.detach(), None, 0), **options)

@@ -23,8 +23,8 @@ RANK = {
     "_warm_up": 4,
     "nn": 5,
     "extract": 6,
-    "train": 6,
     "testing": 6,
+    "train": 7,
     "integrations": 7,
     "cli": 8,
 }

@@ -1,7 +1,9 @@
 """Cases drawn at random, and how often, how far and where gossamer is slower there.
 
 Kernels are tuned on some shapes, and claims about these shapes break on others. So each room states ranges in
-`benchmarks/<room>/sweep.py`: a text, `RANGES`, and `draw(random, device, quick)`, which gives a case.
+`benchmarks/<room>/sweep.py`: a text, `RANGES`, and `draw(random, device, quick)`, which gives a case of the sizes,
+dtypes and densities that the room is for. The `draw` of a room with a second text, `WILD`, takes a fourth argument,
+`wild`, and then draws from wider ranges.
 """
 
 from __future__ import annotations
@@ -33,10 +35,18 @@ def log_uniform(random: Random, low: int, high: int, step: int = 1) -> int:
     return min(max(int(drawn) // step * step, low), high)
 
 
-def draw_cases(folder: Path, room: str | None, count: int, seed: int, device: torch.device, quick: bool) -> list[Case]:
+def beside_dense(case: Case) -> Case:
+    """The case without peers but dense PyTorch, beside which a room is never to be slower in its ranges."""
+    return replace(case, providers=tuple(p for p in case.providers if p.ours or p.name == "dense"))
+
+
+def draw_cases(
+    folder: Path, room: str | None, count: int, seed: int, device: torch.device, quick: bool, wild: bool = False
+) -> list[Case]:
     """`count` cases of each room that has ranges, or of one; the same for the same seed, and the first of more.
 
-    Rooms take turns, so that a run that is cut short has seen all of them.
+    Rooms take turns, so that a run that is cut short has seen all of them. With `wild` rooms draw from their wider
+    ranges, if they have any.
 
     Raises ValueError where no room has that name.
     """
@@ -49,7 +59,8 @@ def draw_cases(folder: Path, room: str | None, count: int, seed: int, device: to
     for name in rooms if room is None else [room]:
         module = import_module(f"{folder.name}.{name}.sweep")
         random = Random(f"{name} {seed}")
-        drawn = (module.draw(random, device, quick) for _ in range(count))
+        options = (random, device, quick, True) if wild and hasattr(module, "WILD") else (random, device, quick)
+        drawn = (module.draw(*options) for _ in range(count))
         found.append([replace(case, sweep=None, energy=False, providers=tuple(_shown(case))) for case in drawn])
     return [case for turn in zip(*found) for case in turn]
 

@@ -1,4 +1,4 @@
-"""A training step of `nn.TopKSAE`, `nn.BatchTopKSAE` and `nn.JumpReLUSAE`: the loss and all gradients.
+"""A training step of `nn.TopKSAE`, `nn.BatchTopKSAE`, `nn.MatryoshkaSAE` and `nn.JumpReLUSAE`: loss and gradients.
 
 Beside them the same in plain PyTorch, as SAE libraries write it: dense latents, `torch.topk`, and for JumpReLU the
 straight-through estimates as autograd functions. The optimizer and the loss for dead latents are left out, for they are
@@ -107,7 +107,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         shape, k, dtype, more = (64, 256, 4096), 16, torch.float32, (640, 2048)
     else:
         shape, k, dtype, more = (4096, 2304, 65536), 64, torch.bfloat16, (1494, 10394, 32768)
-    for kind in ("topk", "batchtopk", "jumprelu"):
+    for kind in ("topk", "batchtopk", "matryoshka", "jumprelu"):
         yield _train(kind, *shape, k, dtype)
     for l0 in more:
         yield _train("jumprelu", *shape, l0, dtype)
@@ -122,13 +122,18 @@ def _train(kind: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Cas
             made.append(torch.full((F,), math.log(max(NormalDist().inv_cdf(1 - k / F), 1e-3)), device=device))
         return [tuple(tensor.requires_grad_(at > 0) for at, tensor in enumerate(made))]
 
+    widths = [F // 16, F // 8, F // 4, F // 2, F]
+
     def module(x: Tensor, *parameters: Tensor) -> tuple[Any, ...]:
         options: dict[str, Any] = {"dtype": dtype, "device": x.device}
         model: Any
         if kind == "jumprelu":
             model = nn.JumpReLUSAE(D, F, bandwidth=BANDWIDTH, l0_coefficient=L0_COEFFICIENT, **options)
         else:
-            model = (nn.TopKSAE if kind == "topk" else nn.BatchTopKSAE)(D, F, k, aux_coefficient=0, **options)
+            if kind == "matryoshka":
+                options |= {"widths": widths, "inner_weights": [1.0] * 4}
+            made = {"topk": nn.TopKSAE, "batchtopk": nn.BatchTopKSAE, "matryoshka": nn.MatryoshkaSAE}[kind]
+            model = made(D, F, k, aux_coefficient=0, **options)
         return model, x, load_parameters(model, *parameters)
 
     def ours(model: Any, x: Tensor, parameters: list[Tensor]) -> tuple[Tensor, ...]:
@@ -139,10 +144,15 @@ def _train(kind: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Cas
             return jumprelu_loss(x, *parameters, bandwidth=BANDWIDTH, l0_coefficient=L0_COEFFICIENT)
         W_enc, W_dec, b_enc, b_dec = parameters
         z = torch.addmm(b_enc.to(x.dtype), x - b_dec.to(x.dtype), W_enc)
-        flat = z if kind == "topk" else z.view(1, -1)
+        flat = z.view(1, -1) if kind == "batchtopk" else z
         values, indices = flat.topk(k * B // len(flat), dim=-1, sorted=False)
         acts = torch.zeros_like(flat).scatter(-1, indices, values.relu()).view_as(z)
-        return squared_error(x, torch.addmm(b_dec.to(x.dtype), acts, W_dec))
+        out, errors, narrow = b_dec.to(x.dtype), [], 0
+        for wide in widths if kind == "matryoshka" else (F,):
+            out = out + (acts[:, narrow:wide] @ W_dec[narrow:wide])
+            errors.append(squared_error(x, out))
+            narrow = wide
+        return torch.stack(errors).sum()
 
     l0 = {"L0" if kind == "jumprelu" else "k": k}
     return Case(

@@ -15,7 +15,7 @@ from torch import Tensor
 from benchmarks import tune
 from gossamer import gemm, sae
 from gossamer._core.launch import Plans, Tile
-from gossamer.rowsparse._triton import list_entries, matmul, overflow, pack, sampled_matmul, transpose
+from gossamer.rowsparse._triton import list_entries, matmul, overflow, pack, sampled_matmul, transpose, unpack
 from gossamer.rowsparse.records import Matmul, MatmulBwd, SampledMatmul, TransposeKeys
 from gossamer.sae._triton import decode, encode
 from gossamer.sae.records import SaeDecode
@@ -124,9 +124,8 @@ def scatter(results: tune.Results) -> None:
         given = SampledMatmul(x.grad, x.weight, x.indices, x.spans, None, True, True, products)
         call = lambda: sampled_matmul.sampled_matmul(given)[1]  # noqa: E731
         calls: tune.Calls = {"as shipped": call}
-        for e, warps in itertools.product((32, 128), (1, 2, 4, 8)):
-            tile = Tile({"BLOCK_E": e, "BLOCK_D": 16}, warps)
-            calls[f"{e} entries, {warps} warps"] = tune.under(call, (sampled_matmul, "SCATTER", tile))
+        for columns in (256, 512, 2048):
+            calls[f"{columns} columns a warp"] = tune.under(call, (unpack, "FILL", columns))
         results.add(f"scatter {dtype}", tune.replayed(tune.sound(calls, call())), against="as shipped")
 
 

@@ -44,7 +44,7 @@ WAYS: dict[str, tuple[str, bool]] = {
     "lists": ("gather", True),
 }
 """The method of blocks, and whether the loss has L1 in it."""
-WARM, MEASURED = 2, 4
+WARM, MEASURED = 3, 8
 L1 = 2e-5
 SPREAD = 0.2
 """Standard deviations that the pre-activations of a token gain for each unit of its activity, of mean 1, at most 5."""

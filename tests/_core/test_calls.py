@@ -69,7 +69,7 @@ X, W = torch.ones(2, 8), torch.ones(8, 40)
     [
         (lambda c: sae.encode(X, W, capacity=c), 2, 2.0),
         (lambda c: sae.decode(X, W, capacity=c), 2, 2.0),
-        (lambda c: gemm.linear_pack(X, W.t(), tile=c), 1, True),
+        (lambda c: gemm.linear_pack(X, W.t(), capacity=c), 1, True),
     ],
 )
 def test_a_good_call_lets_no_bad_one_pass(call: Callable[[Any], Any], good: Any, bad: Any) -> None:

@@ -45,7 +45,7 @@ def test_other_steps_are_left_to_pytorch(kind: Any, options: dict[str, Any], dev
 def test_what_follows_a_parameter_sees_a_fused_step(device: torch.device) -> None:
     weight = torch.nn.Parameter(torch.randn(300, 16, device=device))
     with torch.no_grad():
-        rows = gemm.linear_pack(torch.randn(4, 16, device=device), weight, slots=1, tile=64)
+        rows = gemm.linear_pack(torch.randn(4, 16, device=device), weight, capacity=1)
     weight.grad = torch.ones_like(weight)
     torch.optim.AdamW([weight], lr=0.5, fused=True).step()
     with pytest.raises(RuntimeError, match="changed in place"):

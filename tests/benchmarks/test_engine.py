@@ -302,8 +302,8 @@ def test_a_slow_provider_is_timed_no_longer_than_its_limit() -> None:
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (("toy", "--cases", "3"), "--room, --cases and --resume belong to a sweep"),
-        (("toy", "--resume"), "--room, --cases and --resume belong to a sweep"),
+        (("toy", "--cases", "3"), "--room, --cases, --resume and --wild belong to a sweep"),
+        (("toy", "--resume"), "--room, --cases, --resume and --wild belong to a sweep"),
         (("sweep", "--case", "x*"), "shapes choose among fixed cases"),
         (("sweep", "--room", "attic"), "--room must be one of"),
     ],
@@ -325,6 +325,22 @@ def test_shipped_ranges_draw_what_runs() -> None:
         assert "log-uniform" in import_module(f"benchmarks.{file.parent.name}.sweep").RANGES
         drawn = draw_cases(folder, file.parent.name, 50, 1, torch.device("cuda"), False)
         assert len({case.id for case in drawn}) > 40 and len({case.dtype for case in drawn}) == 3
+
+
+@pytest.mark.parametrize("room", ["gemm", "rowsparse", "sae"])
+def test_wild_ranges_reach_beyond_the_stated_ones(room: str) -> None:
+    """A room draws within the sizes and densities that it states, and beyond them where it is asked to."""
+
+    def within(parameters: dict[str, int]) -> bool:
+        rows, columns = parameters.get("N", parameters.get("F", 0)), parameters.get("K", parameters.get("D", 2**23))
+        entries = parameters.get("nnz", parameters.get("L0", parameters.get("k", 1)))
+        whole = (rows | columns) % 64 == 0
+        return whole and columns >= 256 and rows >= 1024 and rows * columns >= 2**23 and entries * 64 <= rows
+
+    for wild in (False, True):
+        cases = draw_cases(command.BENCHMARKS, room, 60, 2, torch.device("cuda"), False, wild)
+        outside = [case.id for case in cases if not within(case.parameters)]
+        assert len(outside) > 20 if wild else not outside, outside
 
 
 def test_help_names_the_rooms() -> None:

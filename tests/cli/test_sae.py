@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -85,6 +86,44 @@ def test_a_full_disk(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert Extraction(files / "out").rows == 64
     code, output = run("extract", files / "model", files / "acts.npy", "--out", files / "out", *sizes)
     assert code == 0 and "100 rows, " in output
+
+
+def test_train_extract_and_show(files: Path) -> None:
+    """The same command again finds a finished run; its folders are autoencoders for the other commands."""
+    given = ("train", files / "acts.npy", "--out", files / "run", "--d-sae", 24, "--batch-size", 8, "--device", "cpu")
+    given = (*given, "--checkpoint-every", 4, "--log-every", 2, "--sweep", "l0=2,4", "--set", "aux_k=3")
+    for _ in range(2):
+        code, output = run(*given)
+        assert code == 0 and "l0=4: explains" in output and f"autoencoders in {files / 'run'}" in output, output
+    page = (files / "run" / "report.html").read_text(encoding="utf-8")
+    assert page.count("<svg") == 4 and "Explained variance by L0" in page and "l0=2" in page
+    assert nn.load_sae(files / "run" / "l0=4").aux_k == 3
+    code, output = run("extract", files / "run" / "l0=2", files / "acts.npy", "--out", files / "latents")
+    assert code == 0 and "100 rows, 200 entries" in output
+    for changed, message in (
+        (("--lr", 1), "holds a run of other settings: lr None there and 1.0 here"),
+        (("--kind", "vae", "--out", files / "b"), "kind must be one of topk"),
+        (("--hook", "h", "--out", files / "b"), "gossamer sae train: --model and --hook belong together"),
+        (("--batch-size", 99, "--out", files / "b"), "source must have a batch of 99 rows beside 99"),
+        (("--log", "paper", "--out", files / "b"), "gossamer sae train: --log must be tensorboard or wandb"),
+    ):
+        code, output = run(*given, *changed)
+        assert code == 2 and message in re.sub(r"[\s│]+", " ", output), output
+    file = next((files / "run" / "checkpoints").glob("*11.safetensors"))
+    file.write_bytes(file.read_bytes()[:-9])
+    code, output = run(*given)
+    assert code == 2 and "is corrupt or truncated" in output and "step-00000008" in output
+
+
+def test_a_loss_that_is_no_number_ends_a_run(files: Path) -> None:
+    acts = np.load(files / "acts.npy")
+    acts[60:] = np.nan
+    np.save(files / "acts.npy", acts)
+    code, output = run(
+        "train", files / "acts.npy", "--out", files / "run", "--batch-size", 8, "--buffer", 8, "--device", "cpu",
+        "--checkpoint-every", 2, "--log-every", 2,
+    )  # fmt: skip
+    assert code == 1 and "The checkpoint of step 6 is good" in " ".join(output.split()), output
 
 
 def test_errors(files: Path) -> None:
@@ -365,6 +404,6 @@ def test_an_architecture_that_nothing_has(files: Path) -> None:
 
 def test_help() -> None:
     code, output = CliRunner().invoke(main, ["--help"]).exit_code, CliRunner().invoke(main, ["--help"]).output
-    assert code == 0 and "Extract a sparse autoencoder's latents" in output
+    assert code == 0 and "Train sparse autoencoders, extract their latents" in output
     code, output = run("extract", "--help")
     assert code == 0 and "goes on where it was stopped" in " ".join(output.split()).replace("│ ", "").replace(" │", "")

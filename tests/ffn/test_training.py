@@ -7,6 +7,7 @@ from gossamer import ffn, nn
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn import training
+from gossamer.ffn.block import Block
 from gossamer.rowsparse import Density
 from tests.ffn.trained import (
     TINY,
@@ -78,6 +79,16 @@ def test_light_entries() -> None:
     assert light.tolist() == pytest.approx([268 * 30 / 1000, sum(100 + i for i in range(18)) / 1000, 268 * 0.5])
     assert training.hot_neurons(fired, 1000, 2)[2].nonzero().squeeze(1).tolist() == list(range(32))
     assert training.light_mean(torch.full((2, 12), 7), 1000, 2).tolist() == pytest.approx([0.084] * 2)
+
+
+def test_by_chance_few_neurons_of_a_random_pattern_are_hot(generator: torch.Generator, device: torch.device) -> None:
+    """As few as have no columns."""
+    x, gate = (torch.randn(rows, 16, device=device, generator=generator) for rows in (16384, 5632))
+    # Every neuron is as frequent as any other.
+    gate = torch.nn.functional.normalize(gate)
+    bias = torch.full((5632,), -2.3, device=device)
+    entries, hot = training.sampled_gate(Block(x, gate, bias, None, None, None, gate.t(), None, "relu"))
+    assert 40 < entries.float().mean() < 80 and hot.item() < training.WORTH
 
 
 @pytest.mark.parametrize("method", ["gather", "dense"])

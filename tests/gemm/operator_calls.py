@@ -22,9 +22,9 @@ def calls(device: torch.device) -> None:
     x, weight, W, b = (torch.randn(s, device=device).requires_grad_() for s in ((3, D), (N, D), (N, D), (N,)))
     jump = {"activation": gemm.JumpReLU(torch.rand(N, device=device))}
     # Every row overflows, for what does not is left unwritten in a source.
-    for options in ({"tile": 16, "slots": 2, "capacity": 5}, {"capacity": 5, "bias": b, **jump}):
+    for options in ({"capacity": 5}, {"capacity": 5, "bias": b, **jump}):
         rows = gemm.linear_pack(x, weight, **options)
         rowsparse.matmul(rows, W).sum().backward()
         rowsparse.matmul(rows.detach(), W.detach())
-    gemm.linear_pack(x.detach(), weight.detach(), tile=300)
-    rowsparse.matmul(gemm.linear_pack(x, weight, activation="relu2", tile=16, slots=2, capacity=5), W).sum().backward()
+    gemm.linear_pack(x.detach(), weight.detach())
+    rowsparse.matmul(gemm.linear_pack(x, weight, activation="relu2", capacity=5), W).sum().backward()

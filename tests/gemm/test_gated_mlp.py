@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gossamer import gemm
-from gossamer.gemm._torch import gated_mlp as usual
+from gossamer.gemm._torch import linear_glu as usual
 from gossamer.gemm._torch.linear_glu import GATES
 from gossamer.testing import assert_close
 

@@ -17,10 +17,8 @@ from tests import strategies
 
 FORMATS: list[dict[str, Any]] = [
     {},
-    {"tile": 16, "slots": 2},
-    {"tile": 300, "slots": 300},
     {"capacity": 5},
-    {"tile": 16, "slots": 3, "capacity": 1000},
+    {"capacity": 1000},
 ]
 EACH = pytest.mark.parametrize("options", FORMATS, ids=str)
 
@@ -74,6 +72,10 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
         (140, 6877, 720, False),
         (302, 22599, 120, False),
         (196, 979, 3520, False),
+        # 603 and 389, 346 and 144, 149 and 114: tiles that are half empty, or a last turn that is.
+        (144, 50368, 12208, True),
+        (143, 20048, 12136, True),
+        (1000, 4544, 6792, True),
         # An autoencoder, and a block's layer.
         (4096, 65536, 2304, False),
         (16384, 5632, 2048, False),
@@ -224,11 +226,7 @@ def test_gradcheck() -> None:
     def product(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor, **options: Any) -> Tensor:
         return rowsparse.matmul(gemm.linear_pack(x, weight, bias, **options), right)
 
-    for options in (
-        {"tile": 8, "slots": 8},
-        {"tile": 8, "slots": 4},
-        {"capacity": 5},
-    ):
+    for options in ({"capacity": 40}, {"capacity": 5}):
         torch.autograd.gradcheck(lambda *given, o=options: product(*given, **o), leaves)
         torch.autograd.gradgradcheck(lambda *given, o=options: product(*given, **o), leaves)
 
@@ -241,11 +239,29 @@ def test_rows_come_in_blocks(device: torch.device, generator: torch.Generator, m
     x, weight = (
         random_rows(size, l0=4, device=device, generator=generator, integers=True) for size in ((m, k), (n, k))
     )
-    rows = gemm.linear_pack(x, weight, tile=32, slots=4)
+    rows = gemm.linear_pack(x, weight)
     wanted = activated(x, weight)
     assert torch.equal(rows.to_dense(), wanted) and torch.equal(rows.counts, (wanted != 0).sum(1))
-    alone = gemm.linear_pack(x[-30:], weight, tile=32, slots=4)
+    alone = gemm.linear_pack(x[-30:], weight)
     assert torch.equal(alone.counts, rows.counts[-30:])
+
+
+@pytest.mark.kernels
+@pytest.mark.parametrize("capacity", [3, 60])
+def test_blocks_of_rows_fill_one_container(
+    capacity: int, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same container, whether the library multiplies all rows at once or block by block."""
+    from gossamer.gemm._triton import linear_pack as kernels
+
+    x, weight = (random_rows(s, l0=5, device=device, generator=generator, integers=True) for s in ((8, 9), (60, 9)))
+    whole = gemm.linear_pack(x, weight, capacity=capacity)
+    monkeypatch.setattr(kernels, "rows_of_block", lambda *_: 3)
+    parts = gemm.linear_pack(x, weight, capacity=capacity)
+    for one, other in zip(whole.packed[:3], parts.packed[:3]):
+        assert torch.equal(one, other)
+    assert bool(whole.overflowed) == (capacity == 3)
+    assert torch.equal(parts.to_dense(), activated(x, weight))
 
 
 def test_autocast(device: torch.device, generator: torch.Generator) -> None:
@@ -264,9 +280,10 @@ def test_the_dense_matrix_is_not_kept(device: torch.device) -> None:
     x, weight = torch.randn(3, 8, device=device), torch.randn(40, 8, device=device)
     rows = gemm.linear_pack(x, weight)
     assert isinstance(rows.source, LinearSource) and rows.source.x is x and rows.source.weight is weight
-    assert gemm.linear_pack(x, weight, tile=8, slots=8).source is None
-    assert gemm.linear_pack(x, weight, tile=8, slots=7).source is not None
-    assert gemm.linear_pack(x, weight, tile=8, slots=8, capacity=39).source is not None
+    assert gemm.linear_pack(x, weight[:16]).source is None
+    assert gemm.linear_pack(x, weight[:16], capacity=15).source is not None
+    # A tile of a Hopper GPU has 16 slots.
+    assert gemm.linear_pack(x, weight[:17], capacity=17).source is not None
 
 
 @pytest.mark.native
@@ -275,7 +292,7 @@ def test_compile(device: torch.device, compiled: Callable[..., Any]) -> None:
 
     def product(x: Tensor, weight: Tensor, bias: Tensor, right: Tensor) -> tuple[Tensor, Any]:
         rows = gemm.linear_pack(x, weight, bias, capacity=8)
-        return rowsparse.matmul(rows, right), gemm.linear_pack(x, weight, bias, tile=8)
+        return rowsparse.matmul(rows, right), gemm.linear_pack(x, weight, bias, capacity=20)
 
     out, rows = product(*leaves)
     fast, fast_rows = compiled(product)(*leaves)
@@ -306,8 +323,7 @@ def test_compile(device: torch.device, compiled: Callable[..., Any]) -> None:
         ({"activation": gemm.TopK(3)}, ValueError, r"activation must be .*, got TopK\(k=3, scale=None\)"),
         ({"activation": ["relu"]}, TypeError, r"activation must be .*, got \['relu'\]"),
         ({"capacity": 0}, ValueError, "capacity must be at least 1, got 0"),
-        ({"tile": 0}, ValueError, "tile must be at least 1, got 0"),
-        ({"slots": 2.0}, TypeError, "slots must be an int, got float"),
+        ({"capacity": 2.0}, TypeError, "capacity must be an int, got float"),
     ],
 )
 def test_errors(change: dict[str, Any], error: type[Exception], message: str) -> None:
@@ -335,7 +351,7 @@ def test_without_gradients(options: dict[str, Any], device: torch.device, genera
     )
 
 
-@pytest.mark.parametrize("options", [{"tile": 16, "slots": 2}, {"capacity": 4}, {"tile": 64, "slots": 64}])
+@pytest.mark.parametrize("options", [{"capacity": 4}, {"capacity": 64}])
 def test_squares(options: dict[str, Any], dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """Of what fits its slots, and of rows that overflow."""
     x, weight = (torch.randn(s, 20, device=device, generator=generator).to(dtype) for s in (9, 64))
@@ -355,9 +371,9 @@ def test_gradient_of_squares() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(s, 5, generator=generator, dtype=torch.float64).requires_grad_() for s in (4, 24))
     down = torch.randn(24, 3, generator=generator, dtype=torch.float64)
-    for slots in (1, 8):
+    for capacity in (1, 24):
 
-        def product(x: Tensor, weight: Tensor, slots: int = slots) -> Tensor:
-            return rowsparse.matmul(gemm.linear_pack(x, weight, activation="relu2", tile=8, slots=slots), down)
+        def product(x: Tensor, weight: Tensor, capacity: int = capacity) -> Tensor:
+            return rowsparse.matmul(gemm.linear_pack(x, weight, activation="relu2", capacity=capacity), down)
 
         assert torch.autograd.gradcheck(product, (x, weight))

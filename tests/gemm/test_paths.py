@@ -47,7 +47,7 @@ def test_the_table_of_the_docs(row: list[str], monkeypatch: pytest.MonkeyPatch) 
     x, weight = matrix(m, k, row), matrix(n, k, row)
     chosen = {
         "linear_glu": lambda: linear_glu_path.choose_path(LinearGlu(x, weight, weight, None, None, "silu", False)),
-        "linear_pack": lambda: linear_pack_path.choose_path(LinearPack(x, weight, None, None, 256, 16, None, False)),
+        "linear_pack": lambda: linear_pack_path.choose_path(LinearPack(x, weight, None, None, 128, False)),
     }
     assert chosen[operator]() == path
 
@@ -60,7 +60,7 @@ def test_the_docs_name_every_path() -> None:
 
 def test_what_runs_is_named(device: torch.device, mode: str) -> None:
     """In a profiler's range, wherever kernels run."""
-    x, weight = (torch.randn(*size, device=device) for size in ((3, 8), (16, 8)))
+    x, weight = (torch.randn(*size, device=device) for size in ((3, 16), (16, 16)))
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         gemm.linear_glu(x, weight)
         gemm.linear_glu(x[:1], weight, weight)

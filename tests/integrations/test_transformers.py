@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from gossamer import train
 from gossamer.extract import Extraction, extract
-from gossamer.nn import TopKSAE, save_sae
+from gossamer.nn import TopKSAE, load_sae, save_sae
 
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
@@ -124,6 +125,58 @@ def test_input_and_what_runs() -> None:
     model.eval()
     clean = language_model()
     assert torch.equal(model(input_ids=ids).logits, clean(input_ids=ids).logits)
+
+
+@pytest.mark.parametrize("family, before, hook", [("gpt2", "transformer.h.0", "transformer.h.1"),
+                                                  ("llama", "model.layers.0", "model.layers.1")])  # fmt: skip
+def test_losses_with_edited_rows(family: str, before: str, hook: str) -> None:
+    """Of the tokens that are rows, context by context; an output and the input of the module behind it are the same."""
+    model, tokenizer = language_model(family), byte_level()
+    source = Activations(model, tokenizer, TEXTS, before, context_size=12, batch_size=3)
+    given = Activations(model, tokenizer, TEXTS, hook, context_size=12, batch_size=3, which="input")
+    contexts, bos = expected_contexts(tokenizer, 12), tokenizer.bos_token_id
+
+    def expected(edit: Any) -> float:
+        total, count = 0.0, 0
+        for context in contexts:
+            kept = torch.tensor([token != bos for token in context])
+
+            def put(module: Any, args: Any, out: Any, kept: Any = kept) -> Any:
+                value = (out[0] if isinstance(out, tuple) else out).clone()
+                value[0, kept] = edit(value[0, kept])
+                return (value, *out[1:]) if isinstance(out, tuple) else value
+
+            handle = model.get_submodule(before).register_forward_hook(put)
+            with torch.no_grad():
+                scores = model(input_ids=torch.tensor([context])).logits[0].double().log_softmax(-1)
+            handle.remove()
+            for place, token in enumerate(context[1:]):
+                if token != bos:
+                    total, count = total - float(scores[place, token]), count + 1
+        return total / count
+
+    edits = [lambda rows: rows, torch.zeros_like, lambda rows: rows.flip(1) * 5]
+    for each in (source, given):
+        found = each.losses(*edits, batches=99)
+        assert found == pytest.approx([expected(edit) for edit in edits], rel=1e-5) and len(set(found)) == 3
+    assert source.losses(edits[1], batches=1) != source.losses(edits[1], batches=2)
+    assert not model.get_submodule(hook)._forward_pre_hooks and not model.get_submodule(before)._forward_hooks
+
+
+def test_autoencoders_train_on_a_model(tmp_path: Path) -> None:
+    """One pass of the model serves a sweep, and its loss says how much of it each autoencoder recovers."""
+    model = language_model()
+    source = Activations(model, byte_level(), TEXTS * 9, "transformer.h.1", context_size=12, batch_size=3)
+    config = train.SAEConfig(d_sae=64, lr=3e-3, batch=16, buffer=64, steps=150, sweep={"l0": [1, 16]})
+    runs = []
+    for name in ("a", "b"):
+        runs.append(train.SAERun(config, source, tmp_path / name, checkpoint_every=40, log_every=20))
+        runs[-1].train()
+    few, many = runs[0].results
+    assert runs[0].results == runs[1].results and few["explained"] < many["explained"]
+    own, without, ours = source.losses(lambda rows: rows, torch.zeros_like, load_sae(tmp_path / "a" / "l0=16").eval())
+    assert many["loss recovered"] == pytest.approx((without - ours) / (without - own), abs=1e-3)
+    assert [many["model loss"], many["loss without"]] == [own, without]
 
 
 def test_extraction_with_its_text(tmp_path: Path) -> None:

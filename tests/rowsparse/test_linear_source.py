@@ -65,20 +65,6 @@ def test_products(
             )
 
 
-def test_blocks_of_rows_take_turns(
-    dtype: torch.dtype, device: torch.device, generator: torch.Generator, mode: str
-) -> None:
-    """In one buffer; some have no row that overflowed."""
-    m, d = (260, 4) if mode == "interpreter" else (2200, 40)
-    source, dense = layer(m, 8, 20, dtype, device, generator)
-    every = torch.arange(m, device=device)
-    weight = torch.randn(20, d, device=device, generator=generator).to(dtype)
-    rows = packed(source, dense, (every % 9 == 0) & ((every < 100) | (every > 258)), dtype)
-    with torch.no_grad():
-        out = matmul(rows, weight)
-    assert_close(out, reference64=dense @ weight.double(), plain=dense.to(dtype) @ weight)
-
-
 def test_any_layout(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     source, dense = layer(6, 20, 50, dtype, device, generator)
     weight = torch.eye(50, dtype=dtype, device=device)

@@ -30,7 +30,7 @@ def dense(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> li
         return "dense"
 
     monkeypatch.setattr(product, "choose_path", lambda *_: chosen("matmul"))
-    monkeypatch.setattr(sampled, "choose_sampled_path", lambda *_: chosen("sampled_matmul"))
+    monkeypatch.setattr(sampled, "choose_path", lambda *_: chosen("sampled_matmul"))
     if request.param == "in parts":
         monkeypatch.setattr(matmul_dense, "rows_at_once", lambda *_: 2)
     return taken

@@ -12,7 +12,6 @@ from gossamer.rowsparse.matmul_path import (
     LEAST,
     break_even,
     choose_path,
-    choose_sampled_path,
     dense_is_faster,
     gather_tile,
     rows_at_once,
@@ -63,12 +62,7 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
 def test_choice(
     operator: str, m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: torch.dtype, path: str
 ) -> None:
-    weight = on_gpu(n, d, dtype=dtype)
-    if operator == "matmul":
-        assert choose_path(on_gpu(m * slots, dtype=dtype), m, may_overflow, weight) == path
-    else:
-        x, indices = on_gpu(m, d, dtype=dtype), on_gpu(m * slots, dtype=torch.int32)
-        assert choose_sampled_path(x, indices, may_overflow, weight) == path
+    assert choose_path(m, m * slots, may_overflow, on_gpu(n, d, dtype=dtype)) == path, operator
 
 
 @given(st.integers(0, 40000), st.integers(1, 131072), st.integers(0, 8192), st.booleans(), st.booleans(), st.data())
@@ -105,8 +99,7 @@ def test_tiles_are_tall_where_programs_are_few() -> None:
 
 
 def test_a_cpu_gathers() -> None:
-    x = torch.ones(4, 4)
-    assert choose_path(x, 4, False, x) == choose_sampled_path(x, x, False, x) == "gather"
+    assert choose_path(4, 4, False, torch.ones(4, 4)) == "gather"
 
 
 def test_memory_is_bounded() -> None:

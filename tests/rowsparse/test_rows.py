@@ -344,7 +344,7 @@ def test_a_changed_source_is_reported(generator: torch.Generator) -> None:
             use()
     assert torch.equal(whole.to_dense(), before)
     weight = torch.randn(40, 8, device=x.device, generator=generator)
-    rows = gemm.linear_pack(torch.ones(2, 8, device=x.device), weight, tile=8, slots=1)
+    rows = gemm.linear_pack(torch.ones(2, 8, device=x.device), weight, capacity=1)
     weight.mul_(2)
     with pytest.raises(RuntimeError, match=r"has been changed in\s+place since"):
         rows.to_dense()

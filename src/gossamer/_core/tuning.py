@@ -32,9 +32,17 @@ _H200 = Rates(copy=4.2e12, gather=5.5e12, ieee=45e12, tf32=330e12, half=650e12, 
 _H100 = Rates(copy=3.0e12, gather=5.0e12, ieee=45e12, tf32=330e12, half=650e12, programs=132, measured=False)
 
 
-@cache
+# Dynamo traces a cached function as if it had no cache, and warns. The functions that others call are constants to it.
+
+
+@torch.compiler.assume_constant_result
 def rates(index: int) -> Rates:
     """The rates of CUDA device `index`."""
+    return _rates(index)
+
+
+@cache
+def _rates(index: int) -> Rates:
     properties = torch.cuda.get_device_properties(index)
     if (properties.major, properties.minor) == (9, 0):
         return _H200 if properties.total_memory > 100e9 else _H100
@@ -43,16 +51,24 @@ def rates(index: int) -> Rates:
     return Rates(1.5e12 * scale, 2.5e12 * scale, 15e12 * scale, 100e12 * scale, 200e12 * scale, units, False)
 
 
-@cache
+@torch.compiler.assume_constant_result
 def dependent_launch(device: torch.device) -> bool:
     """Whether a kernel may start while the one before it drains: Hopper and newer."""
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] >= 9
+    return _generation(device) >= 9
+
+
+@torch.compiler.assume_constant_result
+def hopper(device: torch.device) -> bool:
+    """Whether kernels written for Hopper alone run there."""
+    return _generation(device) == 9
 
 
 @cache
-def hopper(device: torch.device) -> bool:
-    """Whether kernels written for Hopper alone run there."""
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+def _generation(device: torch.device) -> int:
+    """The major compute capability of a GPU of NVIDIA, or 0."""
+    if device.type != "cuda" or torch.version.hip:
+        return 0
+    return torch.cuda.get_device_capability(device)[0]
 
 
 def programs(device: torch.device) -> int:

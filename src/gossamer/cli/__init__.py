@@ -11,7 +11,7 @@ _COMMANDS = {
         "gossamer.cli.doctor",
         "Show versions and devices, say what computes each function on them, check the results.",
     ),
-    "sae": ("gossamer.cli.sae", "Extract a sparse autoencoder's latents to disk, and look at them."),
+    "sae": ("gossamer.cli.sae", "Train sparse autoencoders, extract their latents to disk, and look at them."),
     "train": ("gossamer.cli.train", "Train transformers whose feed-forward blocks become sparse."),
 }
 

@@ -28,7 +28,7 @@ class Found:
     """A run: its name, configuration, the records of its steps, and the entry of its device in `results.json`."""
 
     name: str
-    config: Config
+    config: Any
     records: list[dict[str, float]]
     results: dict[str, Any]
 
@@ -62,12 +62,12 @@ def render(runs: list[Found]) -> str:
     rows = [_row(run) for run in runs]
     names = ("run", "activation", "L1", "validation loss", "L0", "dead", "tokens/s", "peak", "mJ a token")
     figures = (
-        ("Loss by step", lambda figure: _curves(figure, runs, (("loss", "cross-entropy"),), zoomed=True)),
+        ("Loss by step", lambda figure: curves(figure, runs, (("loss", "cross-entropy"),), zoomed=True)),
         ("Loss and active neurons, by weight of L1", lambda figure: _by_weight(figure, runs, "validation", "l0")),
         ("Speed and memory, by weight of L1", lambda figure: _by_weight(figure, runs, "tokens/s", "peak_bytes")),
         (
             "Active and dead neurons by step",
-            lambda figure: _curves(figure, runs, (("l0", "active neurons (L0)"), ("dead", "dead neurons"))),
+            lambda figure: curves(figure, runs, (("l0", "active neurons (L0)"), ("dead", "dead neurons"))),
         ),
         ("Active and dead neurons by layer, at the end", lambda figure: _by_layer(figure, runs)),
     )
@@ -97,7 +97,8 @@ def _row(run: Found) -> tuple[str, ...]:
     )
 
 
-def _curves(figure: Figure, runs: list[Found], keys: tuple[tuple[str, str], ...], zoomed: bool = False) -> None:
+def curves(figure: Figure, runs: list[Found], keys: tuple[tuple[str, str], ...], zoomed: bool = False) -> None:
+    """A panel for each key of the records, with its label."""
     panels = figure.subplots(1, len(keys), squeeze=False)[0]
     for axes, (key, label) in zip(panels, keys):
         for number, run in enumerate(runs):
@@ -113,7 +114,7 @@ def _curves(figure: Figure, runs: list[Found], keys: tuple[tuple[str, str], ...]
             axes.set_ylim(0.98 * low, max(1.02 * late, low * 1.02))
         else:
             axes.set_ylim(bottom=0)
-        if key == "dead":
+        if key in ("dead", "explained"):
             axes.yaxis.set_major_formatter(PercentFormatter(1))
     panels[0].legend(fontsize=9)
 

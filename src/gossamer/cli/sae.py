@@ -1,4 +1,4 @@
-"""`gossamer sae`: extract latents of many activations, and look at them."""
+"""`gossamer sae`: train autoencoders, extract latents of many activations, and look at them."""
 
 from __future__ import annotations
 
@@ -20,15 +20,27 @@ from torch import distributed
 
 from gossamer import extract as extraction
 from gossamer import nn
-from gossamer._core.files import make_folder, write_whole
+from gossamer._core.files import make_folder, write_text, write_whole
 from gossamer.cli.environment import resolve_device
 from gossamer.cli.page import visible
 from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
 
 sae = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Extract a sparse autoencoder's latents to disk, and look at them."
+    no_args_is_help=True,
+    add_completion=False,
+    help="Train sparse autoencoders, extract their latents to disk, and look at them.",
 )
+
+_SOURCE = typer.Argument(
+    help="Activations: .safetensors and .npy files, or folders of them, in order. With --model: text files "
+    "(.jsonl: a document a line; others: a document a file), or folders of .txt and .jsonl."
+)
+_MODEL = typer.Option(None, help="A causal language model of Hugging Face, name or folder, that reads the text.")
+_HOOK = typer.Option(None, help="The module of --model whose output the autoencoder takes, such as model.layers.12.")
+_CONTEXT_SIZE = typer.Option(128, min=2, help="With --model: tokens that it reads as one.")
+_CONTEXTS = typer.Option(16, min=1, help="With --model: contexts that it reads at once.")
+_KEY = typer.Option(None, help="The tensor of each .safetensors file, where it holds several.")
 
 
 @sae.command()
@@ -36,20 +48,13 @@ def extract(
     autoencoder: Path = typer.Argument(
         metavar="SAE", help="Folder of the autoencoder, as nn.save_sae, SAELens or sparsify writes it."
     ),
-    source: list[Path] = typer.Argument(
-        help="Activations: .safetensors and .npy files, or folders of them, in order. With --model: text files "
-        "(.jsonl: a document a line; others: a document a file), or folders of .txt and .jsonl."
-    ),
+    source: list[Path] = _SOURCE,
     out: Path = typer.Option(..., help="Folder for the shards. The same command again goes on where it was stopped."),
-    model: str | None = typer.Option(
-        None, help="A causal language model of Hugging Face, name or folder, that reads the text."
-    ),
-    hook: str | None = typer.Option(
-        None, help="The module of --model whose output the autoencoder takes, such as model.layers.12."
-    ),
-    context_size: int = typer.Option(128, min=2, help="With --model: tokens that it reads as one."),
-    contexts: int = typer.Option(16, min=1, help="With --model: contexts that it reads at once."),
-    key: str | None = typer.Option(None, help="The tensor of each .safetensors file, where it holds several."),
+    model: str | None = _MODEL,
+    hook: str | None = _HOOK,
+    context_size: int = _CONTEXT_SIZE,
+    contexts: int = _CONTEXTS,
+    key: str | None = _KEY,
     device: str = typer.Option(
         "auto", help="auto (the GPU if there is one; by torchrun, each its own), cpu, cuda or cuda:N."
     ),
@@ -70,20 +75,11 @@ def extract(
     bar = _bar(console)
     done = step = 0
     try:
-        if (model is None) != (hook is None):
-            raise ValueError(
-                "gossamer sae extract: --model and --hook belong together: which model reads the text, and at which "
-                "of its modules. Without both, SOURCE is activations."
-            )
-        if model is not None and key is not None:
-            raise ValueError("gossamer sae extract: --key names a tensor of activations; with --model there is none.")
         where = str(resolve_device(device, "gossamer sae extract"))
         if by_torchrun and where.startswith("cuda"):
             where = f"cuda:{os.environ['LOCAL_RANK']}"
         sae_model = _load(autoencoder, where)
-        rows: Any = list(source)
-        if model is not None and hook is not None:
-            rows = _activations(model, hook, rows, where, context_size, contexts)
+        rows = _rows("extract", source, model, hook, key, where, context_size, contexts)
         with _ranks(by_torchrun), bar:
             task = bar.add_task("rows", total=None, visible=False)
 
@@ -112,6 +108,93 @@ def extract(
         raise typer.Exit(1) from None
     console.print(f"{found.rows:,} rows, {found.nnz:,} entries, {len(found)} files in {out}", markup=False)
     console.print(_summary(found))
+
+
+@sae.command()
+def train(
+    source: list[Path] = _SOURCE,
+    out: Path = typer.Option(..., help="Folder of the run. The same command again goes on where it was stopped."),
+    kind: str = typer.Option(
+        "topk", help="topk, batchtopk, jumprelu, matryoshka, matryoshka-batchtopk, standard, gated."
+    ),
+    d_sae: int = typer.Option(16_384, min=1, help="Latents."),
+    l0: int | None = typer.Option(None, min=1, help="Latents of a row; 32 by default. Not of standard and gated."),
+    lr: float | None = typer.Option(None, help="Of Adam; by default 2e-4 at 16,384 latents, and by their root."),
+    set_: list[str] = typer.Option([], "--set", help="Another argument of the class, as --set l1_coefficient=2."),
+    sweep: list[str] = typer.Option([], help="Values to train an autoencoder with each, as --sweep l0=16,32,64."),
+    steps: int | None = typer.Option(None, min=1, help="Optimizer steps; by default once through the source."),
+    batch_size: int = typer.Option(4096, min=1, help="Rows of a step."),
+    buffer: int | None = typer.Option(None, min=1, help="Rows that are shuffled together; by default 64 batches."),
+    model: str | None = _MODEL,
+    hook: str | None = _HOOK,
+    context_size: int = _CONTEXT_SIZE,
+    contexts: int = _CONTEXTS,
+    key: str | None = _KEY,
+    dtype: str = typer.Option("auto", help="float32 or bfloat16; auto: bfloat16 on a GPU. Weights stay float32."),
+    seed: int = typer.Option(0, min=0, help="Of weights and of the order of rows."),
+    device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
+    checkpoint_every: int = typer.Option(1000, min=1, help="Steps between checkpoints."),
+    log_every: int = typer.Option(50, min=1, help="Steps between records of log.jsonl."),
+    keep: int = typer.Option(2, min=1, help="Checkpoints that stay."),
+    log: str | None = typer.Option(None, help="Scalars to tensorboard or wandb, beside log.jsonl."),
+) -> None:
+    """Train autoencoders on activations, all of them on one stream; evaluate them, and write a report.
+
+    Of activations on disk: gossamer sae train activations/ --d-sae 16384 --l0 32 --out run
+
+    Of a model that reads text: gossamer sae train text.txt --model gpt2 --hook transformer.h.6 --out run
+
+    Several at once: gossamer sae train activations/ --kind batchtopk --sweep l0=16,32,64 --out run
+
+    A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
+    was never killed. Each autoencoder is in a folder that SAELens and nn.load_sae read.
+    """
+    from gossamer.cli._sae_train_report import read, render
+    from gossamer.cli.train import log_writers, set_fields, steps_bar
+    from gossamer.train import SAEConfig, SAERun
+
+    console = Console()
+
+    def page() -> None:
+        write_text("gossamer sae train", out / "report.html", render(out.resolve().name, read(out)))
+
+    with _told("train"), steps_bar(console) as bar:
+        where = resolve_device(device, "gossamer sae train")
+        values = {name: [*value] if isinstance(value, tuple) else [value] for name, value in set_fields(sweep).items()}
+        config = SAEConfig(
+            kind=kind, d_sae=d_sae, l0=l0, lr=lr, seed=seed, options=set_fields(set_), sweep=values, steps=steps,
+            batch=batch_size, buffer=buffer or 64 * batch_size,
+            dtype=dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32",
+        )  # fmt: skip
+        rows = _rows("train", source, model, hook, key, str(where), context_size, contexts)
+        whole = SAERun(
+            config, rows, out, key=key, device=where, checkpoint_every=checkpoint_every, log_every=log_every, keep=keep
+        )
+        task = bar.add_task("steps", completed=whole.step, total=whole.config.steps, state="")
+        count = len(whole.models)
+        writers = log_writers("gossamer sae train", log, out)
+
+        def show(record: dict[str, float]) -> None:
+            state = "  ".join(
+                f"{name} {form.format(sum(record[f'{name}/{i}'] for i in range(count)) / count)}"
+                for name, form in (("loss", "{:.4g}"), ("explained", "{:.1%}"), ("l0", "{:.1f}"), ("dead", "{:.1%}"))
+            )
+            bar.update(task, completed=record["step"], state=f"{state}  {record['tokens/s']:,.0f} rows/s")
+            for write in writers:
+                write(record)
+            if record["step"] % checkpoint_every == 0:
+                page()
+
+        whole.train(show)
+        page()
+    for found in whole.results:
+        recovered = f", loss recovered {found['loss recovered']:.1%}" if "loss recovered" in found else ""
+        console.print(
+            f"{found['name']}: explains {found['explained']:.1%} with L0 {found['l0']:.1f}, {found['dead']:.1%} of "
+            f"latents never fired{recovered}",
+            markup=False, soft_wrap=True,
+        )  # fmt: skip
+    console.print(f"report, log and autoencoders in {out}", markup=False, soft_wrap=True)
 
 
 @sae.command()
@@ -202,9 +285,13 @@ def _told(command: str) -> Iterator[None]:
     """Errors about files on the disk, without a traceback, and in the name of the command."""
     try:
         yield
-    except (ValueError, FileNotFoundError) as error:
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(
+            "the same command goes on at the last checkpoint" if command == "train" else ""
+        ) from None
+    except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(f"gossamer sae {command}: {_bare(str(error))}") from error
-    except OSError as error:
+    except (FloatingPointError, OSError) as error:
         _complain(command, error)
         raise typer.Exit(1) from None
 
@@ -218,7 +305,7 @@ def _complain(command: str, error: Exception) -> None:
 
 def _bare(message: str) -> str:
     """Without the name of the function that it comes from."""
-    return re.sub(r"^(gossamer sae \w+|extract|Extraction): ", "", message)
+    return re.sub(r"^(gossamer sae \w+|extract|train|train.SAEConfig|Extraction): ", "", message)
 
 
 def _latents(features: str, d_sae: int) -> list[int]:
@@ -330,13 +417,27 @@ def _ranks(by_torchrun: bool) -> Iterator[None]:
             distributed.destroy_process_group()
 
 
-def _activations(model: str, hook: str, texts: list[Path], device: str, context_size: int, contexts: int) -> Any:
+def _rows(
+    command: str, source: list[Path], model: str | None, hook: str | None, key: str | None, device: str,
+    context_size: int, contexts: int,
+) -> Any:  # fmt: skip
+    """Files of activations, or those of a model that reads text."""
+    command = f"gossamer sae {command}"
+    if (model is None) != (hook is None):
+        raise ValueError(
+            f"{command}: --model and --hook belong together: which model reads the text, and at which of its modules. "
+            "Without both, SOURCE is activations."
+        )
+    if model is None or hook is None:
+        return list(source)
+    if key is not None:
+        raise ValueError(f"{command}: --key names a tensor of activations; with --model there is none.")
     try:
         from transformers import AutoModelForCausalLM, AutoTokenizer
     except ImportError:
         raise ValueError(
-            "gossamer sae extract: --model needs the extra \"transformers\": run pip install '.[transformers]' in a "
-            "clone of the repository."
+            f"{command}: --model needs the extra \"transformers\": run pip install '.[transformers]' in a clone of the "
+            "repository."
         ) from None
     from gossamer.integrations.transformers import Activations
 
@@ -344,9 +445,9 @@ def _activations(model: str, hook: str, texts: list[Path], device: str, context_
         tokenizer = AutoTokenizer.from_pretrained(model)
         network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"gossamer sae extract: --model: transformers cannot load {model!r}: {error}") from error
+        raise ValueError(f"{command}: --model: transformers cannot load {model!r}: {error}") from error
     return Activations(
-        network.to(device).eval(), tokenizer, texts, hook, context_size=context_size, batch_size=contexts
+        network.to(device).eval(), tokenizer, list(source), hook, context_size=context_size, batch_size=contexts
     )
 
 

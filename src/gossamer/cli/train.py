@@ -118,7 +118,7 @@ def run(
             preset, activation=activation, gated=gated, method=method,
             l1=l1, l1_warmup=l1_warmup, l1_ramp=l1_ramp, seed=seed,
             reinitialize=reinitialize, dtype=dtype,
-            **{"vocabulary": tokens.vocabulary, **given, **_fields(set_)},
+            **{"vocabulary": tokens.vocabulary, **given, **set_fields(set_)},
         )  # fmt: skip
         console, joules = Console(quiet=rank != 0), energy_counter(chosen)
         whole = training.Run(
@@ -132,8 +132,8 @@ def run(
             if record["step"] % checkpoint_every == 0:
                 _report([out], out / "report.html")
 
-        writers = [*_writers(log, out), page] if rank == 0 else []
-        with _bar(console) as bar:
+        writers = [*log_writers("gossamer train run", log, out), page] if rank == 0 else []
+        with steps_bar(console) as bar:
             whole.train(_shower(bar, config, whole.step, writers))
         if rank == 0:
             found = {"device": describe(chosen), "parameters": config.parameters}
@@ -175,7 +175,8 @@ def _tokenizer(file: Path) -> Any:
         raise ValueError(f"gossamer train pack: --tokenizer must be a tokenizer.json, got {file}: {error}.") from error
 
 
-def _fields(given: list[str]) -> dict[str, Any]:
+def set_fields(given: list[str]) -> dict[str, Any]:
+    """Values by name, of NAME=VALUE each."""
     found = {}
     for item in given:
         name, _, value = item.partition("=")
@@ -195,7 +196,8 @@ def _introduced(config: training.Config, tokens: training.Corpus, step: int) -> 
     )
 
 
-def _bar(console: Console) -> Progress:
+def steps_bar(console: Console) -> Progress:
+    """A bar of steps, with the field `state`."""
     columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
     return Progress(*columns, TextColumn("{task.fields[state]}"), console=console)
 
@@ -217,7 +219,8 @@ def _shower(bar: Progress, config: training.Config, step: int, writers: list[Any
     return show
 
 
-def _writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], Any]]:
+def log_writers(command: str, log: str | None, out: Path) -> list[Callable[[dict[str, float]], Any]]:
+    """Functions that take each record, for tensorboard or wandb."""
     if log is None:
         return []
     if log == "wandb":
@@ -235,7 +238,7 @@ def _writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], An
                 writer.add_scalar(name, value, int(record["step"]))
 
         return [write]
-    raise ValueError(f"gossamer train run: --log must be tensorboard or wandb, got {log!r}.")
+    raise ValueError(f"{command}: --log must be tensorboard or wandb, got {log!r}.")
 
 
 @contextmanager

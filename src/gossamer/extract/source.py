@@ -55,7 +55,8 @@ class Array:
 
 
 class Source:
-    """Rows of a source as batches `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`, cut alike always.
+    """Rows of a source as batches `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`, cut alike always;
+    a `like` of shape `[0]` takes rows of any width.
 
     `length` is the number of rows, None where only an iterator knows; `text` the tokens that the rows belong to, or
     None. `close` ends the thread that reads ahead. The garbage collector must not be left to do that: it would wait for
@@ -139,7 +140,7 @@ class Source:
                 )
 
     def _open(self, found: Iterable[Any]) -> Generator[Tensor]:
-        return _ahead(self._cut(found), self.like.device) if self._is_read_ahead else self._cut(found)
+        return ahead(self._cut(found), self.like.device) if self._is_read_ahead else self._cut(found)
 
     def _cut(self, found: Iterable[Any]) -> Generator[Tensor]:
         pieces: list[Tensor] = []
@@ -180,7 +181,7 @@ class Source:
                 limit = None if limit is None else limit - count
 
 
-def _ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]:
+def ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]:
     """The same batches, each made in a thread while the one before is in use; on a GPU, by a stream of its own."""
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
@@ -205,7 +206,7 @@ def _ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]
 
 
 def _check_width(d: int, d_in: int, name: str) -> None:
-    if d != d_in:
+    if d_in not in (0, d):
         raise ValueError(f"extract: {name} must have shape [..., d_in] with d_in = {d_in} like the SAE, got {d}.")
 
 

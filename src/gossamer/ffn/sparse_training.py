@@ -35,11 +35,10 @@ def _fake(call: SparseTraining) -> Trained:
 def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     """One launch sequence gives all gradients; they share what they read."""
     grad, penalty, *_ = grads
-    x, gate_bias, up_bias, down_bias = call.x, call.gate_bias, call.up_bias, call.down_bias
+    gate_bias, up_bias, down_bias = call.gate_bias, call.up_bias, call.down_bias
     if grad is None:
-        grad = x.new_zeros(x.shape[0], call.down_weight.shape[0])
+        grad = call.x.new_zeros(call.x.shape[0], call.down_weight.shape[0])
     penalty = None if penalty is None else penalty.reshape(1)
-    wide = threshold_dtype(grad.dtype)
     values, columns, offsets, heavy, up_values, hot, hot_values = kept
     lists = (values, columns, offsets, heavy, up_values, hot, hot_values)
     dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(grad, penalty, *call[:7], *lists, call.squared))
@@ -50,7 +49,7 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
         "up_weight": None if call.up_weight is None else up,
         "up_bias": None if up_bias is None else sums[1].to(up_bias.dtype),
         "down_weight": down,
-        "down_bias": None if down_bias is None else sums_over_rows(grad, wide).to(down_bias.dtype),
+        "down_bias": sums_over_rows(grad).to(down_bias.dtype) if down_bias is not None and needs.down_bias else None,
     }
 
 

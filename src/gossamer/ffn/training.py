@@ -12,7 +12,7 @@ from gossamer._core import operator, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.ffn.activity import Activity
-from gossamer.ffn.costs import PATHS, hot_bound, sample_step
+from gossamer.ffn.costs import PATHS, hot_bound
 from gossamer.ffn.records import SparseTraining, Trained
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.rowsparse import Density
@@ -55,6 +55,9 @@ HOT, STEP = 320, 64
 WORTH = 8
 """Hot neurons from which on these have columns: the first STEP columns take as long as 7 entries of each row in lists.
 By chance the rows that are counted have a neuron or two more often than all rows have."""
+COUNTED = 1024
+"""Rows of a block that computes all of which the neurons are counted, about: of 256 rows of a random pattern with 60
+entries, 45 neurons of 5,632 had so many by chance that they would have been hot."""
 MOST = 1 << 30
 """Entries in lists at most: 32 bits hold their places."""
 
@@ -148,7 +151,7 @@ def differentiable(
     sparse = method == "gather" and 0 not in sizes
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
         if sparse:
-            out, activity, found = on_lists(block, sizes_for(m, n, known, hot))
+            out, activity, found = on_lists(block, sizes_for(m, n, known, hot), with_activity)
         elif with_activity:
             out, activity = with_all(block)
         else:
@@ -163,16 +166,20 @@ def differentiable(
     return out, activity
 
 
-def on_lists(block: Block, sizes: Sizes) -> tuple[Tensor, Activity, tuple[Tensor, Tensor]]:
-    """By lists of the active entries: the block's result, its activity, and (the entries of each row beside those of
-    hot neurons; `[1]`, how many neurons are hot)."""
+def on_lists(
+    block: Block, sizes: Sizes, with_activity: bool
+) -> tuple[Tensor, Activity | None, tuple[Tensor, Tensor]]:
+    """By lists of the active entries: the block's result, its activity or None, and (the entries of each row beside
+    those of hot neurons; `[1]`, how many neurons are hot)."""
     if not (block.x.is_cuda or INTERPRET):
         # The CPU computes dense products, and keeps lists alone.
         sizes = sizes._replace(hot=0)
     call = SparseTraining(*block[:8], block.activation == "relu2", *sizes)
     found = Trained(*sparse_training(call))
-    fired = found.fired.long()
-    activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
+    activity = None
+    if with_activity:
+        fired = found.fired.long()
+        activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
     return found.out, activity, (found.nnz, found.hot[1:2])
 
 
@@ -191,7 +198,8 @@ def sampled_gate(block: Block) -> tuple[Tensor, Tensor]:
     how many these are."""
     from gossamer.ffn.block import activated
 
-    step = max(16, sample_step(block.x.shape[0]))
+    # Odd, as `costs.sample_step`.
+    step = max(9, block.x.shape[0] // COUNTED | 1)
     active = activated(block._replace(x=block.x.detach()[::step])) != 0
     hot = hot_neurons(active.sum(0), active.shape[0], block.x.element_size())
     return (active & ~hot).sum(1), hot.sum()[None]

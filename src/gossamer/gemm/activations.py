@@ -131,6 +131,28 @@ class TopK:
 
 
 @dataclass(frozen=True, eq=False)
+class AbsTopK(TopK):
+    """Keeps the k largest |z| of each row, with their signs: latents may be below 0. Zeros are never kept, ties go to
+    the lowest index, and NaN counts as largest. For `sae.encode` alone.
+
+    Args:
+        k, scale: as in `TopK`.
+
+    Raises:
+        TypeError, ValueError: as `TopK`.
+
+    Source: "AbsTopK: Rethinking Sparse Autoencoders For Bidirectional Features", 2025.
+
+    >>> AbsTopK(32)
+    AbsTopK(k=32, scale=None)
+    """
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters("abstopk", self.k, scale=self.scale)
+
+
+@dataclass(frozen=True, eq=False)
 class BatchTopK(TopK):
     """Keeps the k * M largest z of all M rows together that are above 0: k a row on average, as rows need them.
 
@@ -155,7 +177,6 @@ class BatchTopK(TopK):
 
 Activation = ReLU | ReLU2 | JumpReLU | TopK
 _NAMED: dict[str, Activation] = {"relu": ReLU(), "relu2": ReLU2()}
-_FIXED: tuple[type, ...] = (ReLU, ReLU2, JumpReLU)
 
 
 def resolve(operator: str, activation: Any, allowed: tuple[type, ...]) -> Any:
@@ -171,7 +192,7 @@ def resolve(operator: str, activation: Any, allowed: tuple[type, ...]) -> Any:
 
 def resolve_fixed(operator: str, activation: Any) -> ReLU | ReLU2 | JumpReLU:
     """An activation of each entry by itself, whose threshold is a constant."""
-    found: ReLU | ReLU2 | JumpReLU = resolve(operator, activation, _FIXED)
+    found: ReLU | ReLU2 | JumpReLU = resolve(operator, activation, (ReLU, ReLU2, JumpReLU))
     if isinstance(found, JumpReLU) and found.bandwidth is not None:
         raise ValueError(
             f"{operator}: activation must be a JumpReLU without a bandwidth, because its threshold has no gradient "

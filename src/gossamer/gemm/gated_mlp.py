@@ -10,10 +10,11 @@ from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient, refuse_second
-from gossamer.gemm._torch import gated_mlp as _cpu
+from gossamer.gemm._torch.linear_glu import gated_mlp_bwd as _cpu
 from gossamer.gemm._torch.linear_glu import linear
 from gossamer.gemm.linear_glu import check_operands, linear_glu_operator, products_bwd
 from gossamer.gemm.records import GatedMlpBwd, LinearGlu
+from gossamer.rowsparse.formats import sums_over_rows
 
 _checked: Checked[str] = Checked()
 
@@ -126,7 +127,8 @@ class _GatedMLP(torch.autograd.Function):
                 call = LinearGlu(x, gate_weight, up_weight, first, second, ctx.activation, True)
                 gate, up = linear_glu_operator(call)[1:]
                 del call
-            elif ctx.hooked or _retained():
+            # A compiled backward pass may leave the graph for another one.
+            elif ctx.hooked or torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
                 gate, up = (kept.clone(memory_format=torch.contiguous_format) for kept in (first, second))
             else:
                 gate, up = first, second
@@ -141,17 +143,12 @@ class _GatedMLP(torch.autograd.Function):
             del gate, up
             found = products_bwd(grads, x, gate_weight, up_weight, ctx.bias_dtypes, ctx.needs_input_grad)
         if need_down_bias:
-            grad_bias = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(ctx.bias_dtypes[2])
+            grad_bias = sums_over_rows(grad).to(ctx.bias_dtypes[2])
         return *found.values(), grad_down, grad_bias, None, None
 
 
-def _retained() -> bool:
-    """Whether the backward pass that is at work leaves the graph for another one; a compiled one may."""
-    return torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph()
-
-
-@register(GatedMlpBwd, cpu=_cpu.gated_mlp_bwd, fake=lambda call: torch.empty_like(call.gate))
+@register(GatedMlpBwd, cpu=_cpu, fake=lambda call: torch.empty_like(call.gate))
 def _gated_mlp_bwd() -> Any:
-    from gossamer.gemm._triton.gated_mlp import gated_mlp_bwd
+    from gossamer.gemm._triton.linear_glu import gated_mlp_bwd
 
     return gated_mlp_bwd

@@ -14,6 +14,7 @@ from gossamer.gemm._torch import linear_glu as _cpu
 from gossamer.gemm._torch.linear_glu import GATES as GATES
 from gossamer.gemm.linear_glu_path import PATHS, choose_path
 from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd
+from gossamer.rowsparse.formats import sums_over_rows
 
 ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "linear": "identity"}
 """Hugging Face's names for the same activations."""
@@ -149,7 +150,6 @@ def products_bwd(
         out: tuple[Tensor | None, ...] = (None, None) if both is None else (both[:n], both[n:])
     else:
         weights, both, out = (gate_weight, up_weight), None, (None, None)
-    wide = torch.promote_types(x.dtype, torch.float32)
     grad_x, found, biases = None, [], []
     for weight, needed, place, dtype, need_bias in zip(weights, (need_gate, need_up), out, bias_dtypes, need_biases):
         # One after the other: what is used is let go. The sum over both is made in the second product's accumulators.
@@ -157,7 +157,7 @@ def products_bwd(
         if need_x:
             grad_x = grad @ weight if grad_x is None else grad_x.addmm_(grad, weight)
         found.append(torch.mm(grad.t(), x, out=place) if needed else None)
-        biases.append(grad.sum(0, dtype=wide).to(dtype) if need_bias else None)
+        biases.append(sums_over_rows(grad).to(dtype) if need_bias else None)
         del grad
     if up_weight is None:
         found = [both, None]

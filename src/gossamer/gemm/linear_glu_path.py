@@ -12,8 +12,8 @@ from gossamer.gemm.records import LinearGlu
 
 Path = Literal["row", "tiles", "hopper", "products"]
 PATHS: dict[Path, str] = {
-    "row": "a single row, and no gradient: a program for each column reads its two rows of weights",
-    "tiles": "up to 64 rows of 16 bits, read 16 bytes at a time, and no gradient: a program for each 32 or 64 columns",
+    "row": "a single row, K a multiple of 16, and no gradient: a program for each column reads its two rows of weights",
+    "tiles": "up to 64 rows of 16 bits, K a multiple of 16, and no gradient: a program for each 32 or 64 columns",
     "hopper": "16 bits on Hopper, and 2e10 multiplications or more: one kernel that the copy engine feeds",
     "products": "all other calls: two products of the library, and a kernel that gates",
 }
@@ -27,9 +27,14 @@ on the host beside two products of the library."""
 def choose_path(call: LinearGlu) -> Path:
     """How x `[M, K]` goes through the weights `[N, K]`, by the rules of `PATHS`."""
     x, gate_weight, up_weight, *_, keep = call
+    (m, k), n, alone = x.shape, gate_weight.shape[0] // (2 if up_weight is None else 1), not keep
+    if m > FEW and m * n * k < WORK:
+        return "products"
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
-    (m, k), n, alone = x.shape, gate_weight.shape[0], not keep
+    # Of other lengths Triton reads one number at a time, and cuBLAS does not.
+    wide = INTERPRET or (k | gate_weight.stride(0) | up_weight.stride(0)) % 16 == 0
+    alone = alone and wide
     if alone and m == 1 and gate_weight.stride(1) == up_weight.stride(1) == 1:
         return "row"
     by_rows = x.stride(1) == gate_weight.stride(1) == up_weight.stride(1) == 1

@@ -11,7 +11,7 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.operator import register
 from gossamer.gemm._torch import linear_pack as _cpu
 from gossamer.gemm.activations import Activation, resolve_fixed
-from gossamer.gemm.linear_pack_path import PATHS, choose_path
+from gossamer.gemm.linear_pack_path import PATHS, SLOTS, choose_path
 from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse.entries import fitting
 from gossamer.rowsparse.formats import empty_slots, threshold_dtype
@@ -22,7 +22,8 @@ from gossamer.rowsparse.records import Matmul, TransposeKeys
 from gossamer.rowsparse.rows import Rows, unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 
-_checked: Checked[tuple[int, int]] = Checked()
+_checked: Checked[int] = Checked()
+"""Slots per row of each kind of call."""
 
 
 def linear_pack(
@@ -32,8 +33,6 @@ def linear_pack(
     activation: Activation | str = "relu",
     *,
     capacity: int | None = None,
-    tile: int = 256,
-    slots: int | None = None,
 ) -> Rows:
     """activation(x @ weight.T + bias) as a row-sparse container, packed block by block as it is computed.
 
@@ -48,9 +47,8 @@ def linear_pack(
         bias: `[N]`, added in float32, or None.
         activation: `"relu"` keeps z > 0, `"relu2"` its square, and `JumpReLU(threshold)`, which has no bandwidth here,
             keeps z > threshold, which has no gradient. NaN is kept.
-        capacity: slots per row; None takes what `rowsparse.pack` takes.
-        tile: columns, 1 to 32,767, that a GPU packs at a time, to `slots` slots, before it brings a row together; slots
-            None takes tile / 16, at least 1. A row with more entries in a tile overflows as well.
+        capacity: slots per row; None takes what `rowsparse.pack` takes. The path "hopper" packs 256 columns at a time,
+            to 16 slots, before it brings a row together: a row with more entries there overflows as well.
 
     Returns:
         `Rows` of shape `(..., N)` with positive values; `rows.counts` has the true number of entries of each row. A row
@@ -58,8 +56,8 @@ def linear_pack(
         place meanwhile, and operators compute it again. Differentiable in x, weight and bias.
 
     Raises:
-        ValueError: shapes or devices do not fit, another activation, or sizes out of range.
-        TypeError: dtypes differ or are not floating, or a size is not an int.
+        ValueError: shapes or devices do not fit, another activation, or a capacity below 1.
+        TypeError: dtypes differ or are not floating, or capacity is not an int.
 
     Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", sections 3.1 to 3.3.
 
@@ -70,28 +68,30 @@ def linear_pack(
     operator = "gemm.linear_pack"
     name, _, _, _, threshold, _ = resolve_fixed(operator, activation).parameters
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    key = None if autocasts else key_of((x, weight, bias, threshold), (name,), (capacity, tile, slots))
-    known = _checked.get(key)
-    if known is None:
+    key = None if autocasts else key_of((x, weight, bias, threshold), (name,), (capacity,))
+    room = _checked.get(key)
+    if room is None:
         check_operands(operator, x, weight, bias, threshold)
-        known = check_sizes(operator, weight.shape[0], capacity, tile, slots)
-        check_room(operator, math.prod(x.shape[:-1]), known[1])
+        n = weight.shape[0]
+        if capacity is not None:
+            checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
+        room = max(1, default_capacity(n) if capacity is None else min(capacity, n))
+        check_room(operator, math.prod(x.shape[:-1]), room)
         if autocasts:
             x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
         checks.same_dtype(operator, "x", x, weight=weight)
-        _checked.keep(key, known)
+        _checked.keep(key, room)
     (n, _), leading = weight.shape, x.shape[:-1]
-    slots, capacity = known
     if threshold is not None:
         threshold = threshold.detach()
         if threshold.dim() == 0 or threshold.dtype is not threshold_dtype(weight.dtype):
             threshold = threshold.to(threshold_dtype(weight.dtype)).expand(n)
     flat = x if x.dim() == 2 else x.reshape(math.prod(leading), x.shape[-1])
     squared = name == "relu2"
-    call = LinearPack(flat, weight, bias, threshold, tile, slots, capacity, squared)
+    call = LinearPack(flat, weight, bias, threshold, room, squared)
     values, indices, spans = linear_pack_operator(call)
     source = None
-    if slots < min(tile, n) or capacity < n:
+    if n > min(room, SLOTS):
         if not torch.is_grad_enabled():
             # A row that overflowed has a gradient where the others have one.
             flat, weight, bias = flat.detach(), weight.detach(), None if bias is None else bias.detach()
@@ -111,32 +111,6 @@ def check_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
             checks.shape(operator, name, tensor, (weight.shape[0],), letters, "like weight")
     checks.columns(operator, "weight", weight.shape[0])
     checks.same_device(operator, "x", x.device, weight=weight, **given)
-
-
-def check_sizes(operator: str, n: int, capacity: int | None, tile: int, slots: int | None) -> tuple[int, int]:
-    """(slots per row and tile, slots per row)."""
-    checks.positive(operator, "tile", tile, "It is the number of columns per tile.")
-    if tile > 32767:
-        raise ValueError(f"{operator}: tile must be at most 32767, got {tile}.")
-    if slots is None:
-        slots = max(1, tile // 16)
-    else:
-        checks.positive(operator, "slots", slots, "It is the number of slots per row and tile.")
-    if capacity is None:
-        capacity = default_capacity(n)
-    else:
-        checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
-    return min(slots, tile), max(1, min(capacity, n))
-
-
-def _fake(call: LinearPack) -> tuple[Tensor, ...]:
-    m = call.x.shape[0]
-    return empty_slots(call.x, m, m * call.capacity)
-
-
-def _keep(call: LinearPack, results: Any) -> tuple[Tensor | None, ...]:
-    values, indices, spans = results
-    return indices, spans, values if call.squared else None
 
 
 def _backward(call: LinearPack, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
@@ -164,12 +138,12 @@ def _backward(call: LinearPack, kept: Any, grads: Any, needs: Any) -> dict[str, 
 @register(
     LinearPack,
     cpu=_cpu.linear_pack,
-    fake=_fake,
+    fake=lambda call: empty_slots(call.x, call.x.shape[0], call.x.shape[0] * call.capacity),
     choose_path=choose_path,
     paths=PATHS,
     backward=_backward,
     saved=("x", "weight", "bias"),
-    keep=_keep,
+    keep=lambda call, results: (*results[1:], results[0] if call.squared else None),
     differentiable=1,
 )
 def linear_pack_operator() -> Any:

@@ -51,13 +51,11 @@ class GatedMlpBwd(NamedTuple):
 
 
 class LinearPack(NamedTuple):
-    """x `[M, K]`, weight `[N, K]`, bias and threshold `[N]`, and the slots of a row and tile and of a row."""
+    """x `[M, K]`, weight `[N, K]`, bias and threshold `[N]`, and the slots of a row."""
 
     x: Strided
     weight: Strided
     bias: Tensor | None
     threshold: Tensor | None
-    tile: int
-    slots: int
     capacity: int
     squared: bool

@@ -12,10 +12,15 @@ def threshold_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def sums_over_rows(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """rows.sum(0, dtype), in parts of PART rows: PyTorch's sum over many rows takes a buffer larger than these."""
-    whole = rows.shape[0] // PART * PART
-    parts = rows[:whole].unflatten(0, (rows.shape[0] // PART, PART)).sum(1, dtype=dtype)
+def sums_over_rows(rows: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """rows.sum(0) as `dtype`, float32 or wider by default, in parts of PART rows: PyTorch's sum over many rows takes a
+    buffer larger than these."""
+    dtype = dtype or threshold_dtype(rows.dtype)
+    count = rows.shape[0]
+    if count <= PART:
+        return rows.sum(0, dtype=dtype)
+    whole = count // PART * PART
+    parts = rows[:whole].unflatten(0, (count // PART, PART)).sum(1, dtype=dtype)
     return parts.sum(0) + rows[whole:].sum(0, dtype=dtype)
 
 

@@ -10,7 +10,8 @@ from torch.utils import _pytree
 
 from gossamer._core.operator import register
 from gossamer.rowsparse._torch import linear_source as _cpu
-from gossamer.rowsparse.records import LinearRows, Matmul, MatmulLinear, TransposeKeys
+from gossamer.rowsparse.formats import sums_over_rows
+from gossamer.rowsparse.records import LinearRows, Matmul, TransposeKeys
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,7 +94,7 @@ def _backward(call: LinearRows, kept: Any, grads: Any, needs: Any) -> dict[str, 
         columns = transpose_keys(TransposeKeys(indices, spans, weight.shape[0]))
         found["weight"] = gradients(x, indices, columns, values, spans, dense, None, weight.dtype)[0]
     if bias is not None and needs.bias:
-        found["bias"] = dense.sum(0, dtype=torch.promote_types(dense.dtype, torch.float32)).to(bias.dtype)
+        found["bias"] = sums_over_rows(dense).to(bias.dtype)
     return found
 
 
@@ -106,22 +107,9 @@ def _backward(call: LinearRows, kept: Any, grads: Any, needs: Any) -> dict[str, 
     keep=lambda call, out: (out,),
 )
 def _linear_source() -> Any:
-    from gossamer.rowsparse._triton.linear_source import linear_source
+    from gossamer.rowsparse._triton.overflow import linear_source
 
     return linear_source
-
-
-def _fake(call: MatmulLinear) -> Tensor:
-    weight = call.weight
-    return weight.new_empty(call.spans.shape[1], weight.shape[1], dtype=call.out_dtype or weight.dtype)
-
-
-# With gradients `rowsparse.matmul` takes the dense rows of the source.
-@register(MatmulLinear, cpu=_cpu.matmul_linear, fake=_fake, once_differentiable="rowsparse.matmul")
-def matmul_linear() -> Any:
-    from gossamer.rowsparse._triton.linear_source import matmul_linear
-
-    return matmul_linear
 
 
 _pytree.register_pytree_node(

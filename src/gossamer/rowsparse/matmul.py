@@ -8,15 +8,15 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, Key, key_of
 from gossamer._core.operator import register
-from gossamer._core.ops import needs_gradient
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.entries import fitting
-from gossamer.rowsparse.linear_source import LinearSource, matmul_linear
+from gossamer.rowsparse.formats import sums_over_rows
+from gossamer.rowsparse.linear_source import LinearSource
 from gossamer.rowsparse.matmul_path import choose_path, rows_at_once
 from gossamer.rowsparse.pack import parts, unpack_operator
-from gossamer.rowsparse.records import Matmul, MatmulBwd, MatmulLinear, SampledMatmul, TransposeKeys, Unpack
+from gossamer.rowsparse.records import Matmul, MatmulBwd, SampledMatmul, TransposeKeys, Unpack
 from gossamer.rowsparse.rows import Rows, check_container
 from gossamer.rowsparse.transpose import transpose_keys
 
@@ -87,19 +87,8 @@ def multiply(
     name: str = "weight",
 ) -> Tensor:
     """rows @ weight + bias, `[M, D]`, of checked shapes; the names are those of the caller's signature."""
-    autocasts = autocast.enabled(weight.device)
-    *lists, source = rows.packed
-    if (
-        isinstance(source, LinearSource)
-        and source.dtype is rows.dtype
-        and not source.squared
-        and not (autocasts or needs_gradient(rows, weight, bias))
-    ):
-        checks.same_dtype(operator, argument, lists[0], **{name: weight})
-        given = (source.x, source.weight, source.bias, source.threshold)
-        return matmul_linear(MatmulLinear._make((*lists, *given, weight, bias, out_dtype)))
     values, indices, spans, dense = parts(operator, rows, argument)
-    if autocasts:
+    if autocast.enabled(weight.device):
         values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
     checks.same_dtype(operator, argument, values, **{name: weight})
     out = matmul_operator(Matmul(values, indices, spans, dense, weight, bias, out_dtype))
@@ -136,7 +125,7 @@ def _backward(call: Matmul, kept: Any, grads: Any, needs: Any) -> dict[str, Tens
     if needs.values and products is not None:
         found["values"] = products.to(values.dtype)
     if bias is not None and needs.bias:
-        found["bias"] = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(bias.dtype)
+        found["bias"] = sums_over_rows(grad).to(bias.dtype)
     return found
 
 
@@ -146,7 +135,7 @@ def _unpacks(values: Tensor, spans: Tensor, source: Tensor | None, weight: Tenso
     if torch.is_grad_enabled() or type(grad) is not Tensor or not values.dtype is weight.dtype is grad.dtype:
         return False
     m, n = spans.shape[1], weight.shape[0]
-    if choose_path(values, m, source is not None, weight) == "gather":
+    if choose_path(m, values.shape[0], source is not None, weight) == "gather":
         return False
     return rows_at_once(m, n, values.element_size(), values, weight, weight, grad) == m
 
@@ -203,11 +192,6 @@ def _bwd_backward(call: MatmulBwd, kept: Any, grads: Any, needs: Any) -> dict[st
             again = MatmulBwd(grad, indices, keys, col_offsets, factors, spans, None, None, weight.dtype, None)
             found["weight"] = _matmul_bwd(again)[0]
     return found
-
-
-def _keep_bwd(call: MatmulBwd, results: Any) -> tuple[Any, ...]:
-    assert call.mask is None, "a caller with a mask refuses second derivatives"
-    return ()
 
 
 def _fake_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
@@ -269,7 +253,6 @@ def matmul_operator() -> Any:
     fake=_fake_bwd,
     backward=_bwd_backward,
     saved=("grad", "indices", "keys", "col_offsets", "values", "spans", "source", "weight"),
-    keep=_keep_bwd,
 )
 def _matmul_bwd() -> Any:
     from gossamer.rowsparse._triton.matmul import matmul_bwd

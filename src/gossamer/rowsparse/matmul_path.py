@@ -87,18 +87,11 @@ def _seconds(m: int, n: int, d: int, size: int, tf32: bool, index: int) -> tuple
     return LAUNCH + m * n * size / (0.7 * r.copy), dense_seconds(m, n, d, size, tf32, index), entry
 
 
-def choose_path(values: Tensor, m: int, may_overflow: bool, weight: Tensor) -> Path:
-    """How m rows in buffers of these values times a weight `[N, D]` go: "dense" unpacks them first."""
-    n, d = weight.shape
-    nnz = values.shape[0] / max(m, 1) * (FILLED if may_overflow else 1)
-    return "dense" if dense_is_faster(m, n, d, nnz, weight) else "gather"
-
-
-def choose_sampled_path(x: Tensor, indices: Tensor, may_overflow: bool, weight: Tensor) -> Path:
-    """How x `[M, D]` @ weight.T goes at the entries of a pattern: "dense" computes all of it, and picks."""
-    n, d = weight.shape
-    nnz = indices.shape[0] / max(x.shape[0], 1) * (FILLED if may_overflow else 1)
-    return "dense" if dense_is_faster(x.shape[0], n, d, nnz, weight) else "gather"
+def choose_path(m: int, room: int, may_overflow: bool, weight: Tensor) -> Path:
+    """How m rows that share `room` slots are multiplied with a weight `[N, D]`, or are the pattern of a product with
+    it: "dense" unpacks rows before their product, and picks from the product of a pattern."""
+    nnz = room / max(m, 1) * (FILLED if may_overflow else 1)
+    return "dense" if dense_is_faster(m, *weight.shape, nnz, weight) else "gather"
 
 
 def rows_at_once(m: int, n: int, size: int, *operands: Tensor) -> int:

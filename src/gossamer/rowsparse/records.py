@@ -50,21 +50,6 @@ class LinearRows(NamedTuple):
     room: int
 
 
-class MatmulLinear(NamedTuple):
-    """Rows times weight `[N, D]`; rows that overflowed are computed from x `[M, K]`, source_weight `[N, K]`."""
-
-    values: Tensor
-    indices: Tensor
-    spans: Tensor
-    x: Strided
-    source_weight: Strided
-    source_bias: Tensor | None
-    threshold: Tensor | None
-    weight: Strided
-    bias: Tensor | None
-    out_dtype: torch.dtype | None
-
-
 class Matmul(NamedTuple):
     """Rows times weight `[N, D]`, plus bias `[D]`; rows that overflowed are read from source `[M, N]`."""
 

@@ -13,7 +13,7 @@ from gossamer._core.ops import needs_gradient, refuse_second
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse._torch.pack import Overflowed, overflow_error
 from gossamer.rowsparse.dense_product import dense_product
-from gossamer.rowsparse.formats import empty_slots
+from gossamer.rowsparse.formats import empty_slots, sums_over_rows
 from gossamer.rowsparse.matmul import check_weight, gradients, multiply, repeat, sampled_operator
 from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.records import SampledMatmul, TransposeKeys
@@ -177,7 +177,7 @@ def _backward(call: SaeDecodeLists, kept: Any, grads: Any, needs: Any) -> dict[s
         dense = sampled_operator(SampledMatmul(grad, weight, indices, spans, acts, True, True, products))[1]
         found["acts"] = dense.to(values.dtype)
     if bias is not None and needs.bias:
-        found["bias"] = grad.sum(0, dtype=torch.promote_types(grad.dtype, torch.float32)).to(bias.dtype)
+        found["bias"] = sums_over_rows(grad).to(bias.dtype)
     return found
 
 

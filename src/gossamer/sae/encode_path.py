@@ -9,7 +9,10 @@ from torch import Tensor
 from gossamer._core import operator, tuning
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
+from gossamer.gemm.linear_pack_path import SLOTS, TILE
 
+RANKED = ("topk", "abstopk", "batchtopk")
+"""Activations that keep a number of entries."""
 Path = Literal["torch", "tiles", "list", "bound", "topk", "batch"]
 operator.PATHS["sae.encode"] = {
     "tiles": "ReLU or JumpReLU without gradients on Hopper, 16 bits, from 512 rows and 2^25 pre-activations on, and a "
@@ -17,12 +20,10 @@ operator.PATHS["sae.encode"] = {
     "list": "all other calls with ReLU or JumpReLU: a product, and one pass that lists entries",
     "bound": "TopK of many rows on Hopper: the product packs entries above a bound of each row, and the k largest are "
     "selected from them",
-    "topk": "all other calls with TopK: a product, and a selection in each row",
+    "topk": "all other calls with TopK, and AbsTopK: a product, and a selection in each row",
     "batch": "BatchTopK: a product, and a selection among all rows",
 }
 
-TILE_SLOTS = 16
-"""Entries that a row may have in a tile of 256 columns where the product packs its own result ("tiles")."""
 FILLED = 1 << 15
 """Pre-activations from which on their rows are filled up to whole 16 numbers, which takes a few launches."""
 
@@ -31,13 +32,13 @@ def choose_path(activation: str, m: int, k: int, weight: Tensor, capacity: int |
     """How x `[m, d_in]` is encoded with a weight `[d_in, d_sae]`; the table in docs/sae.md has the same rules.
 
     Args:
-        activation: "relu", "jumprelu", "topk" or "batchtopk".
-        k: of the last two.
+        activation: "relu", "jumprelu", "topk", "abstopk" or "batchtopk".
+        k: of the last three.
         capacity: slots per row by a threshold, of a call without gradients; None for other calls.
     """
     by_threshold = activation in ("relu", "jumprelu")
     # With more slots than that a tile's own would be the ones that overflow.
-    fits = by_threshold and capacity is not None and TILE_SLOTS * capacity <= weight.shape[1]
+    fits = by_threshold and capacity is not None and TILE * capacity <= SLOTS * weight.shape[1]
     if fits and packs_in_product(m, weight):
         return "tiles"
     if not (weight.is_cuda or INTERPRET):
@@ -46,7 +47,7 @@ def choose_path(activation: str, m: int, k: int, weight: Tensor, capacity: int |
         return "list"
     if activation == "batchtopk":
         return "batch"
-    return "bound" if has_bound(m, k, weight) else "topk"
+    return "bound" if activation == "topk" and has_bound(m, k, weight) else "topk"
 
 
 def packs_in_product(m: int, weight: Tensor) -> bool:

@@ -10,13 +10,17 @@ from gossamer.train.config import PRESETS, Config, preset
 from gossamer.train.data import Corpus, learn_tokenizer, pack, read_dataset, read_text
 from gossamer.train.loop import Run, learning_rate
 from gossamer.train.model import Transformer, save_pretrained
+from gossamer.train.sae import SAEConfig, SAERun, evaluate
 
 __all__ = [
     "PRESETS",
     "Config",
     "Corpus",
     "Run",
+    "SAEConfig",
+    "SAERun",
     "Transformer",
+    "evaluate",
     "learn_tokenizer",
     "learning_rate",
     "pack",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import zlib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from gossamer.train.model import whole
 
 _OPERATOR = "train"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+Held = Mapping[str, Tensor]
 
 
 def found(folder: Path) -> list[tuple[int, Path]]:
@@ -26,8 +28,8 @@ def found(folder: Path) -> list[tuple[int, Path]]:
     return sorted((int(file.stem.removeprefix("step-")), file) for file in folder.glob("step-*.safetensors"))
 
 
-def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, keep: int, write: bool = True) -> None:
-    """Writes weights and moments after `step` optimizer steps, and removes all but the last `keep` checkpoints.
+def save(folder: Path, step: int, held: Held, optimizer: Optimizer, keep: int, write: bool = True) -> None:
+    """Writes tensors and moments after `step` optimizer steps, and removes all but the last `keep` checkpoints.
 
     The position in the data and all random numbers of training follow from the step and the seed, so nothing else is
     needed for the same bits.
@@ -35,16 +37,18 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, keep: 
     Args:
         folder: of the checkpoints.
         step: optimizer steps that were done.
-        model, optimizer: on one rank or sharded; then all ranks call it.
+        held: parameters and buffers by name, on one rank or sharded; then all ranks call it.
+        optimizer: Adam or AdamW of the parameters.
         keep: how many checkpoints stay.
         write: False on ranks that only take part.
 
     Raises:
         OSError: the disk is full, say. Older checkpoints stay as they are.
     """
-    parts: dict[str, Tensor] = {}
-    for name, parameter in model.named_parameters():
-        parts |= {name: parameter, **{f"{moment}/{name}": optimizer.state[parameter][moment] for moment in _MOMENTS}}
+    parts = dict(held)
+    for name, tensor in held.items():
+        if isinstance(tensor, nn.Parameter):
+            parts |= {f"{moment}/{name}": optimizer.state[tensor][moment] for moment in _MOMENTS}
     tensors = whole(parts, write)
     if not write:
         return
@@ -56,8 +60,8 @@ def save(folder: Path, step: int, model: nn.Module, optimizer: Optimizer, keep: 
         files.remove(old)
 
 
-def load(file: Path, model: nn.Module, optimizer: Optimizer) -> int:
-    """Puts a checkpoint into a model and its optimizer; returns its step.
+def load(file: Path, held: Held, optimizer: Optimizer) -> int:
+    """Puts a checkpoint into tensors and their optimizer; returns its step.
 
     Raises:
         ValueError: a file that is corrupt or truncated, or of another model. Nothing is changed then.
@@ -72,14 +76,16 @@ def load(file: Path, model: nn.Module, optimizer: Optimizer) -> int:
         raise ValueError(_broken(file, str(error))) from error
     if broken:
         raise ValueError(_broken(file, f"{broken[0]} has another checksum"))
-    parameters = dict(model.named_parameters())
-    wanted = {f"{prefix}{name}" for name in parameters for prefix in ("", *(f"{moment}/" for moment in _MOMENTS))}
+    trained = [name for name, tensor in held.items() if isinstance(tensor, nn.Parameter)]
+    wanted = held.keys() | {f"{moment}/{name}" for name in trained for moment in _MOMENTS}
     if wanted != tensors.keys():
         raise ValueError(f"{_OPERATOR}: checkpoint {file} is of another model: {sorted(wanted ^ tensors.keys())[:3]}.")
     step = int(metadata["step"])
     with torch.no_grad():
-        for name, parameter in parameters.items():
-            parameter.copy_(_like(parameter, tensors[name]))
+        for name, tensor in held.items():
+            tensor.copy_(_like(tensor, tensors[name]))
+        for name in trained:
+            parameter = held[name]
             state = {moment: _like(parameter, tensors[f"{moment}/{name}"]) for moment in _MOMENTS}
             # A fused optimizer keeps its count beside its moments.
             optimizer.state[parameter] = {"step": torch.tensor(float(step), device=parameter.device), **state}

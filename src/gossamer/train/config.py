@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gossamer._core import checks, files
 from gossamer.sparsity import L1Schedule
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ACTIVATIONS = ("relu", "relu2", "silu")
 METHODS = ("auto", "fused", "gather")
@@ -17,7 +20,28 @@ _OPERATOR = "train.Config"
 
 
 @dataclass(frozen=True)
-class Config:
+class Settings:
+    """The base of configurations: written beside a run, and compared with those of a process that goes on with it."""
+
+    def save(self, file: Path) -> None:
+        files.write_text("train", file, json.dumps(asdict(self), indent=1))
+
+    @classmethod
+    def load(cls, file: Path) -> Self:
+        """The configuration that `save` wrote."""
+        try:
+            return cls(**json.loads(file.read_text()))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise ValueError(f"train: {file} is no configuration of this version: {error}.") from error
+
+    def differences(self, other: Settings) -> str:
+        """The fields in which another configuration differs, for people to read."""
+        pairs = ((field.name, getattr(other, field.name), getattr(self, field.name)) for field in fields(self))
+        return ", ".join(f"{name} {old} there and {new} here" for name, old, new in pairs if old != new)
+
+
+@dataclass(frozen=True)
+class Config(Settings):
     """A run of training. The defaults are the paper's (its Table 2), with its 1.5B layers.
 
     Args:
@@ -107,22 +131,6 @@ class Config:
         block = (3 if self.gated else 2) * self.hidden * self.intermediate
         layer = 4 * self.hidden**2 + block + 2 * self.hidden
         return self.layers * layer + (self.vocabulary + 1) * self.hidden
-
-    def save(self, file: Path) -> None:
-        files.write_text(_OPERATOR, file, json.dumps(asdict(self), indent=1))
-
-    @staticmethod
-    def load(file: Path) -> Config:
-        """The configuration that `save` wrote."""
-        try:
-            return Config(**json.loads(file.read_text()))
-        except (json.JSONDecodeError, TypeError) as error:
-            raise ValueError(f"{_OPERATOR}: {file} is no configuration of this version: {error}.") from error
-
-    def differences(self, other: Config) -> str:
-        """The fields in which another configuration differs, for people to read."""
-        pairs = ((field.name, getattr(other, field.name), getattr(self, field.name)) for field in fields(self))
-        return ", ".join(f"{name} {old} there and {new} here" for name, old, new in pairs if old != new)
 
 
 PRESETS: dict[str, dict[str, Any]] = {

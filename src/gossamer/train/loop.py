@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +13,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
-from torch.utils import deterministic
 
-from gossamer._core import files
 from gossamer.ffn.training import columns_for, light_mean, lists_are_faster, sizes_for
 from gossamer.sparsity import DeadNeuronTracker, reinitialize_, scalars
-from gossamer.train import checkpoint
 from gossamer.train.config import Config
 from gossamer.train.data import Corpus
 from gossamer.train.model import Outputs, Transformer, save_pretrained
+from gossamer.train.resumable import Record, Resumable, reproducible
 
-Record = dict[str, float]
 CHOSEN, FULL = 20, 1.25
 """Steps between choices of how blocks compute, and how many times L0 has to have room in lists."""
 PROFILED = 4
@@ -38,7 +31,7 @@ VALIDATED = 1 << 17
 """Tokens of a validation."""
 
 
-class Run:
+class Run(Resumable):
     """A run of training in a folder, which a process of the same settings goes on with at its last checkpoint.
 
     The folder gets `config.json`, `log.jsonl` (a record a step), `checkpoints/` and at the end `model/`, a Llama of
@@ -88,9 +81,8 @@ class Run:
         groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
         self.optimizer = torch.optim.AdamW(groups, lr=config.lr, betas=(0.9, 0.95), eps=1e-8, fused=True)
         self.tracker, self.generator = DeadNeuronTracker(), torch.Generator(self.device)
-        self.step, self.records = 0, list[Record]()
         self._pending: tuple[int, Tensor, Any, Any] | None = None
-        self._resume()
+        self._resume(dict(self.model.named_parameters()))
 
     def train(self, show: Callable[[Record], Any] = lambda record: None) -> None:
         """Trains to the last step. `show` takes the record of each step, on a GPU one step late.
@@ -101,7 +93,7 @@ class Run:
                 step before.
             OSError: a checkpoint could not be written. Older ones are good.
         """
-        with _reproducible():
+        with reproducible():
             self._train(show)
         tokenizer = self.corpus.folder / "tokenizer.json"
         save_pretrained(self.model, self.folder / "model", self.corpus.end, tokenizer, self.rank == 0)
@@ -131,8 +123,7 @@ class Run:
             if saves or validates or self.device.type != "cuda":
                 self._collect(show, self.validate if validates else None)
             if saves:
-                where = self.folder / "checkpoints"
-                checkpoint.save(where, self.step, self.model, self.optimizer, self.keep, self.rank == 0)
+                self._save(dict(self.model.named_parameters()))
             if saves or validates:
                 self._before = self._now()
 
@@ -235,14 +226,6 @@ class Run:
         self._pending = self.step, values, self._before, (after := self._now())
         self._before = after
 
-    def _now(self) -> Any:
-        """A moment, by the device's own clock: the host launches steps before they run."""
-        if self.device.type != "cuda":
-            return time.perf_counter()
-        moment = torch.cuda.Event(enable_timing=True)
-        moment.record()
-        return moment
-
     def _collect(self, show: Callable[[Record], Any], validation: Callable[[], float] | None = None) -> None:
         """Takes the numbers of the last step, writes its record, and refuses a loss or gradient that is not finite."""
         if self._pending is None:
@@ -255,11 +238,9 @@ class Run:
         layers = self.config.layers
         # Of a finite loss with a gradient that is not, the weights are lost as well.
         if not math.isfinite(loss + norm):
-            saved = checkpoint.found(self.folder / "checkpoints")
-            good = f"The checkpoint of step {saved[-1][0]} is good." if saved else "There is no checkpoint yet."
-            raise FloatingPointError(
-                f"train: the loss of step {step} is {loss}, and the norm of its gradient {norm}. {good} Give a lower "
-                "lr, a longer warm-up or a smaller l1, in another folder."
+            self._refuse_numbers(
+                f"the loss of step {step} is {loss}, and the norm of its gradient {norm}",
+                "Give a lower lr, a longer warm-up or a smaller l1, in another folder.",
             )
         others = {"loss": loss, "l1": l1, "norm": norm, "lr": learning_rate(self.config, step - 1)}
         others["sparse layers"] = sum(block.method == "gather" for block in self.model.blocks())
@@ -273,11 +254,7 @@ class Run:
             record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)
             # A block that goes over to lists shows in the next record.
             torch.cuda.reset_peak_memory_stats(self.device)
-        self.records.append(record)
-        if self.rank == 0:
-            with (self.folder / "log.jsonl").open("a") as log:
-                log.write(json.dumps(record) + "\n")
-            show(record)
+        self._log(record, show)
 
     def _check(self) -> None:
         config = self.config
@@ -296,28 +273,6 @@ class Run:
                 f"train: the corpus must have sequences of {config.length} tokens for training and for validation, got "
                 f"{len(self.windows)} and {len(self.held_out)}. Pack more text, or give a smaller length."
             )
-
-    def _resume(self) -> None:
-        """Goes on where the folder's last checkpoint stands, or begins a run there."""
-        file = self.folder / "config.json"
-        files.make_folder("train", "out", self.folder)
-        if file.exists() and (different := self.config.differences(Config.load(file))):
-            raise ValueError(
-                f"train: {self.folder} holds a run of other settings: {different}. Name another folder, or give the "
-                "same settings."
-            )
-        saved = checkpoint.found(self.folder / "checkpoints")
-        if saved:
-            self.step = checkpoint.load(saved[-1][1], self.model, self.optimizer)
-        if self.rank == 0:
-            self.config.save(file)
-        log = self.folder / "log.jsonl"
-        if log.exists():
-            # Steps after the checkpoint come again, and a killed process may have left half a line.
-            lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            self.records = [record for line in lines if (record := json.loads(line))["step"] <= self.step]
-        if self.rank == 0:
-            files.write_text("train", log, "".join(json.dumps(record) + "\n" for record in self.records))
 
 
 def learning_rate(config: Config, step: int) -> float:
@@ -342,22 +297,6 @@ def _distributed(model: Transformer, config: Config, world: int) -> Transformer:
         # The root would otherwise stay whole after a validation, and its parameters be others than the optimizer's.
         fully_shard(model, mp_policy=policy, reshard_after_forward=True)
     return model
-
-
-@contextmanager
-def _reproducible() -> Iterator[None]:
-    """Lets the same steps give the same bits: by default the backward pass of attention adds in any order."""
-    # PyTorch asks for it, and cuBLAS reads it when it is first used.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    flags: Any = deterministic
-    before = torch.are_deterministic_algorithms_enabled(), flags.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(True)
-    flags.fill_uninitialized_memory = False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0])
-        flags.fill_uninitialized_memory = before[1]
 
 
 def _moved(tokens: Tensor, device: torch.device) -> Tensor:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd
+from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
 from gossamer.rowsparse._torch.linear_source import linear as linear
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -62,6 +62,14 @@ def gradients(grad: Tensor, gate: Tensor, up: Tensor, activation: str) -> tuple[
     grad, gate, up = grad.to(wide), gate.to(wide), up.to(wide)
     active = GATES[activation](gate)
     return SLOPES[activation](grad * up, gate), grad * active, active * up
+
+
+def gated_mlp_bwd(call: GatedMlpBwd) -> Tensor:
+    """The product of activated gate and up, [M, N]."""
+    hidden = call.grad @ call.down_weight
+    for old, new in zip((call.gate, call.up, hidden), gradients(hidden, call.gate, call.up, call.activation)):
+        old.copy_(new)
+    return hidden
 
 
 def _products(

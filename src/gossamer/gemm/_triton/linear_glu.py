@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import FEW, choose_path
-from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd
+from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
+from gossamer.rowsparse._torch.linear_source import linear
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -213,6 +214,13 @@ def glu_bwd(call: GluBwd) -> tuple[Tensor, Tensor]:
     return out
 
 
+def gated_mlp_bwd(call: GatedMlpBwd) -> Tensor:
+    """The product of activated gate and up, [M, N]."""
+    hidden = call.grad @ call.down_weight
+    launch_glu_bwd(hidden, call.gate, call.up, (call.gate, call.up), hidden, call.activation)
+    return hidden
+
+
 def _split(call: LinearGlu) -> LinearGlu:
     """The call with two weights."""
     if call.up_weight is not None:
@@ -227,12 +235,9 @@ def _launch_linear_glu(
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is that of few rows, and what it points to is aligned."""
     path = choose_path(call)
-    if path == "row":
+    if path in ("row", "tiles"):
         assert out is not None
-        return _launch_row(call, out)
-    if path == "tiles":
-        assert out is not None
-        return _launch_tiles(call, out)
+        return (_launch_row if path == "row" else _launch_tiles)(call, out)
     if path == "hopper":
         from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
@@ -279,19 +284,26 @@ def _launch_separate(
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
     least = max(1024, BYTES // (2 * n * x.element_size()), launch.cdiv(m, 16))
-    block = m if out is None or gates is not None else least
-    for first in range(0, m, block):
-        rows = slice(first, first + block)
-        given = x[rows]
-        gate, up = (place[rows] for place in gates) if gates else (x.new_empty(len(given), n) for _ in range(2))
-        _product(given, gate_weight, gate_bias, gate)
-        _product(given, up_weight, up_bias, up)
-        if out is not None:
-            total = gate.numel()
-            meta = {"BLOCK": FLAT, "ACTIVATION": activation}
-            _glu_fwd_kernel((launch.cdiv(total, FLAT), 1, 1), (gate, up, out[rows], total), meta)
-        elif grad is not None:
-            launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+    if out is not None and gates is None:
+        for first in range(0, m, least):
+            # Slices of all rows would be most of the host's time.
+            rows = slice(first, first + least)
+            given, result = (x, out) if m <= least else (x[rows], out[rows])
+            gate, up = linear(given, gate_weight, gate_bias), linear(given, up_weight, up_bias)
+            _launch_glu(gate, up, result, activation)
+        return
+    gate, up = gates if gates else (x.new_empty(m, n) for _ in range(2))
+    _product(x, gate_weight, gate_bias, gate)
+    _product(x, up_weight, up_bias, up)
+    if out is not None:
+        _launch_glu(gate, up, out, activation)
+    elif grad is not None:
+        launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+
+
+def _launch_glu(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    meta = {"BLOCK": FLAT, "ACTIVATION": activation}
+    _glu_fwd_kernel((launch.cdiv(gate.numel(), FLAT), 1, 1), (gate, up, out, gate.numel()), meta)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -1,36 +1,50 @@
 """A linear layer and the packing of what it activates, block by block of rows.
 
-The library's product fills a buffer with the pre-activations of a block of rows, and a kernel packs them from there:
-a block is small enough to be in the L2 still, where that leaves rows enough for a fast product. So the dense matrix
-never exists, the product runs at the library's speed in every dtype and layout, and the packing reads the L2. Hopper
-has a kernel of its own, in `_gluon`, for 16-bit operands whose rows begin on 16 bytes; it is taken where a model says
-that it is faster.
+The library's product fills a buffer with the pre-activations of a block of rows, and a kernel lists their entries: a
+block is small enough to be in the L2 still, where that leaves rows enough for a fast product. So the dense matrix
+never exists, the product runs at the library's speed in every dtype and layout, and the kernel reads the L2. Hopper
+has a kernel of its own, in `_gluon`, for 16-bit operands whose rows begin on 16 bytes: it packs each tile of the
+product by itself, and another kernel brings the tiles of a row together.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.gemm.linear_pack_path import choose_path, packs
+from gossamer.gemm.linear_pack_path import SLOTS, TILE, choose_path, packs
 from gossamer.gemm.records import LinearPack
+from gossamer.rowsparse._triton.list_entries import Limit, list_slots
 from gossamer.rowsparse._triton.twell import gather_tiles, launch_pack_twell
-from gossamer.rowsparse.formats import empty_twell
+from gossamer.rowsparse.formats import empty_slots, empty_twell, equal_spans
 
 
 def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor]:
     """(values, indices, spans)."""
-    x, weight, bias, threshold, tile, slots, capacity, squared = call
-    tiles = empty_twell(x, x.shape[0], weight.shape[0], tile, slots)
-    if tiles[2].numel():
-        if choose_path(call) == "blocks":
-            by_library(x, weight, bias, threshold, tile, tiles)
-        else:
-            from gossamer.gemm._gluon import linear_pack as hopper
+    x, weight, bias, threshold, capacity, squared = call
+    if choose_path(call) == "blocks":
+        values, indices, spans = _list_blocks(x, weight, bias, threshold, capacity)
+    else:
+        from gossamer.gemm._gluon import linear_pack as hopper
 
-            hopper.launch_linear_pack(x, weight, bias, threshold, tiles)
-    values, indices, spans = gather_tiles(*tiles, tile, capacity)
+        tiles = empty_twell(x, x.shape[0], weight.shape[0], TILE, SLOTS)
+        hopper.launch_linear_pack(x, weight, bias, threshold, tiles)
+        values, indices, spans = gather_tiles(*tiles, TILE, capacity)
     if squared:
         values *= values
+    return values, indices, spans
+
+
+def _list_blocks(
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, capacity: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    values, indices, _ = empty_slots(x, 0, x.shape[0] * capacity)
+    found = []
+    for rows, z in _products(x, weight, bias):
+        place = slice(rows.start * capacity, rows.stop * capacity)
+        found.append(list_slots(z, capacity, Limit(None, threshold), out=(values[place], indices[place]))[2])
+    spans = found[0] if len(found) == 1 else equal_spans(torch.cat([counts for _, counts in found]), capacity)
     return values, indices, spans
 
 
@@ -52,38 +66,31 @@ def launch_linear_pack(
         from gossamer.gemm._gluon import linear_pack as hopper
 
         return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, words)
-    by_library(x, weight, bias, threshold, tile, out, bounds, factors)
+    for rows, z in _products(x, weight, bias):
+        limits = None if bounds is None else bounds[rows]
+        launch_pack_twell(z, threshold, tile, tuple(part[rows] for part in out), limits, factors)
     return None
 
 
 def rows_of_block(m: int, n: int, x: Tensor) -> int:
     """Rows whose pre-activations exist at a time: 24 MiB stay in the L2, and 1,024 rows make a fast product."""
-    return max(1, min(m, max(1024, (24 << 20) // (n * x.element_size()) // 128 * 128)))
+    return max(1, min(m, max(1024, (24 << 20) // (max(n, 1) * x.element_size()) // 128 * 128)))
 
 
-def by_library(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    tile: int,
-    out: tuple[Tensor, Tensor, Tensor],
-    bounds: Tensor | None = None,
-    factors: Tensor | None = None,
-) -> None:
-    """`launch_linear_pack` by products of cuBLAS."""
+def _products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[slice, Tensor]]:
+    """(rows, x[rows] @ weight.T + bias) by cuBLAS, block by block of rows; each block takes the place of the last."""
     m, n = x.shape[0], weight.shape[0]
     right = weight.t() if 1 in weight.stride() else weight.t().contiguous()
     step = rows_of_block(m, n, x)
     buffer = x.new_empty(step, n)
-    for first in range(0, m, step):
+    for first in range(0, max(m, 1), step):
         rows = slice(first, first + step)
-        z = buffer[: out[0][rows].shape[0]]
+        given = x[rows]
+        z = buffer[: len(given)]
         if bias is not None and bias.dtype is x.dtype:
-            torch.addmm(bias, x[rows], right, out=z)
+            torch.addmm(bias, given, right, out=z)
         else:
-            torch.mm(x[rows], right, out=z)
+            torch.mm(given, right, out=z)
             if bias is not None:
                 z += bias
-        limits = None if bounds is None else bounds[rows]
-        launch_pack_twell(z, threshold, tile, tuple(part[rows] for part in out), limits, factors)
+        yield rows, z

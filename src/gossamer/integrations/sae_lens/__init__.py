@@ -98,10 +98,10 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     """Replaces the methods by which an SAE of SAELens computes, for inference or in training; `unpatch` undoes it.
 
     Args:
-        sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, or a TopK, BatchTopK or JumpReLU SAE
-            for training, of any float dtype and device. Methods that another architecture has of its own are left, and
-            the report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer
-            work as before.
+        sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, or a standard, gated, JumpReLU, TopK,
+            BatchTopK or Matryoshka SAE for training, of any float dtype and device. Methods that another architecture
+            has of its own are left, and the report says so. Moving it (`to`), folding norms, saving, hooks,
+            `use_error_term` and SAELens's trainer work as before.
         check: `[..., d_in]` activations to run before and after, without the error term, or None.
 
     Returns:
@@ -294,8 +294,8 @@ def _bind(sae: SAE[Any], density: rowsparse.DensityTracker) -> Report:
         }
         if training:
             methods["training_forward_pass"] = _training.training_forward_pass
-            for method, (original, ours) in _training.METHODS.items():
-                if getattr(kind, method, None) is original:
+            for method, (originals, ours) in _training.METHODS.items():
+                if getattr(kind, method, None) in originals:
                     methods[method] = ours
                     accelerated[method] = "reads the entries, and of pre-activations the columns of dead latents"
         sae.__dict__.update({method: MethodType(function, sae) for method, function in methods.items()})

@@ -6,8 +6,9 @@ import difflib
 import inspect
 import re
 from array import array
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -121,12 +122,37 @@ class Activations:
             rows = self._rows(self._edges[number], self._edges[number + 1])
             yield rows[max(start - int(self._rows_before[number]), 0) :]
 
+    def losses(self, *edits: Callable[[Tensor], Tensor], batches: int = 8) -> list[float]:
+        """The model's cross-entropy on the first contexts, with its rows as each of the edits returns them.
+
+        Args:
+            edits: from rows `[n, d]` of the hook to as many of the same dtype; the identity gives the model's own loss.
+            batches: of `batch_size` contexts.
+
+        Returns:
+            Of each edit the mean, in nats a token, over tokens that are rows.
+
+        >>> own, without = source.losses(lambda rows: rows, torch.zeros_like)
+        """
+        sums = torch.zeros(len(edits), 2, dtype=torch.float64)
+        for first, end in list(pairwise(self._edges))[:batches]:
+            ids = self._contexts(self._ids, first, end).long()
+            is_row = self._contexts(self._is_row, first, end)
+            for edit, total in zip(edits, sums):
+                out = self._run(ids, partial(_edited, is_row, edit))
+                logits = (out.logits if hasattr(out, "logits") else out)[:, :-1][is_row[:, 1:]].float()
+                loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][is_row[:, 1:]], reduction="sum")
+                total += torch.tensor([float(loss), len(logits)])
+        return (sums[:, 0] / sums[:, 1]).tolist()
+
+    def _contexts(self, of: np.ndarray, first: int, end: int) -> Tensor:
+        return torch.from_numpy(of[first:end].copy()).reshape(-1, min(self._context_size, end - first)).to(self._device)
+
     def __repr__(self) -> str:
         return f"Activations(rows={len(self)}, hook={self._hook!r}, which={self._which!r})"
 
     def _rows(self, first: int, end: int) -> Tensor:
-        ids = torch.from_numpy(self._ids[first:end].astype(np.int64))
-        ids = ids.reshape(-1, min(self._context_size, end - first)).to(self._device)
+        ids = self._contexts(self._ids, first, end).long()
         found = self._run(ids)
         value = found[0] if isinstance(found, tuple | list) or hasattr(found, "to_tuple") else found
         if not isinstance(value, Tensor) or value.dim() != 3 or value.shape[:2] != ids.shape:
@@ -138,27 +164,43 @@ class Activations:
         is_row = torch.from_numpy(self._is_row[first:end]).to(value.device)
         return value.detach().flatten(0, 1)[is_row]
 
-    def _run(self, ids: Tensor) -> Any:
-        """The hook's view when the model reads ids."""
+    def _run(self, ids: Tensor, put: Callable[[Any], Any] | None = None) -> Any:
+        """The hook's view when the model reads ids; with `put`, the model's output where it goes on with put(view)."""
 
-        def leave(found: Any) -> None:
-            raise _Found(found)
+        def meet(found: Any) -> Any:
+            if put is None:
+                raise _Found(found)
+            met.append(True)
+            return put(found)
 
+        def meet_input(module: Any, given: Any, named: Any) -> Any:
+            changed = meet((*given, *named.values(), None)[0])
+            return ((changed, *given[1:]), named) if given else ((), {**named, next(iter(named)): changed})
+
+        met: list[bool] = []
         if self._which == "output":
-            handle = self._module.register_forward_hook(lambda module, given, output: leave(output))
+            handle = self._module.register_forward_hook(lambda module, given, output: meet(output))
         else:
-            handle = self._module.register_forward_pre_hook(
-                lambda module, given, named: leave((*given, *named.values(), None)[0]), with_kwargs=True
-            )
+            handle = self._module.register_forward_pre_hook(meet_input, with_kwargs=True)
         options = {"use_cache": False} if "use_cache" in inspect.signature(self._model.forward).parameters else {}
         try:
             with torch.no_grad(), evaluating(self._model):
-                self._model(input_ids=ids, **options)
+                out = self._model(input_ids=ids, **options)
         except _Found as found:
             return found.value
         finally:
             handle.remove()
+        if met:
+            return out
         raise ValueError(f"{_OPERATOR}: {self._hook} did not run when the model read text. Name another hook.")
+
+
+def _edited(is_row: Tensor, edit: Callable[[Tensor], Tensor], found: Any) -> Any:
+    """A hook's view with other rows; the activation of a BOS token, which is no row, stays."""
+    value = found[0] if isinstance(found, tuple | list) else found
+    new = value.clone()
+    new[is_row] = edit(value[is_row])
+    return (new, *found[1:]) if isinstance(found, tuple | list) else new
 
 
 class _Found(Exception):

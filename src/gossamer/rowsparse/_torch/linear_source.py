@@ -1,15 +1,10 @@
 """Overflowed rows of a linear layer, computed again on the CPU."""
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.rowsparse._torch.matmul import batch_product, multiply
 from gossamer.rowsparse._torch.pack import overflowed_rows
-from gossamer.rowsparse.records import LinearRows, MatmulLinear
-
-_BLOCK = 256
-"""Rows that are computed again at one time."""
+from gossamer.rowsparse.records import LinearRows
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -32,17 +27,4 @@ def linear_source(call: LinearRows) -> Tensor:
     over = overflowed_rows(spans, room)
     if over.numel():
         out[over] = activate_(linear(x[over], weight, bias), threshold)
-    return out
-
-
-def matmul_linear(call: MatmulLinear) -> Tensor:
-    """Rows times weight, with overflowed rows from a linear source."""
-    values, indices, spans, x, source_weight, source_bias, threshold, weight, bias, out_dtype = call
-    out = multiply(values, indices, spans, None, weight, bias, out_dtype, alone=False)
-    over = overflowed_rows(spans, values.shape[0])
-    wide = out.dtype if bias is None else torch.promote_types(out.dtype, torch.float32)
-    for rows in over.split(_BLOCK) if over.numel() else ():
-        source = activate_(linear(x[rows], source_weight, source_bias), threshold)
-        product = batch_product(source, weight, wide)
-        out[rows] = (product if bias is None else product + bias).to(out.dtype)
     return out

@@ -59,22 +59,8 @@ def batch_product(a: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
 
 def matmul(call: Matmul) -> Tensor:
     """[M, D]"""
-    return multiply(*call)
-
-
-def multiply(
-    values: Tensor,
-    indices: Tensor,
-    spans: Tensor,
-    source: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    out_dtype: torch.dtype | None,
-    alone: bool = True,
-) -> Tensor:
-    """[M, D]. Unless `alone`, somebody else computes rows that overflowed without a source: they hold
-    nothing but the bias."""
-    if source is None and alone:
+    values, indices, spans, source, weight, bias, out_dtype = call
+    if source is None:
         refuse_overflow("rowsparse.matmul", spans, values.shape[0])
     dtype = out_dtype or weight.dtype
     working = dtype if bias is None else torch.promote_types(dtype, torch.float32)

@@ -23,7 +23,7 @@ from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import matmul_dense
 from gossamer.rowsparse._triton.overflow import Overflow
-from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.pack import row_span
 from gossamer.rowsparse.matmul_path import choose_path, gather_tile
 from gossamer.rowsparse.records import Matmul, MatmulBwd
 
@@ -247,7 +247,7 @@ def matmul(call: Matmul) -> Tensor:
     m = spans.shape[1]
     # The dense product would be rounded before a wider bias is added to it.
     as_weight = out_dtype in (None, weight.dtype) and (bias is None or bias.dtype is weight.dtype)
-    if as_weight and choose_path(values, m, source is not None, weight) == "dense":
+    if as_weight and choose_path(m, values.shape[0], source is not None, weight) == "dense":
         return matmul_dense(values, indices, spans, source, weight, bias)
     weight, source = rows_contiguous(weight), None if source is None else rows_contiguous(source)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)

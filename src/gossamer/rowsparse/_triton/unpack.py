@@ -13,7 +13,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.pack import row_span
 from gossamer.rowsparse.records import Unpack
 
 
@@ -83,7 +83,7 @@ def _unpack_kernel(
 
 
 FILL = 1024
-"""Columns that a program writes at a time."""
+"""Columns that a warp writes at a time."""
 
 
 def unpack(call: Unpack) -> Tensor:
@@ -91,25 +91,34 @@ def unpack(call: Unpack) -> Tensor:
     return spread(*call)
 
 
-def spread(values: Tensor, indices: Tensor, spans: Tensor, source: Tensor | None, n: int, part: float = 1.0) -> Tensor:
+def spread(
+    values: Tensor,
+    indices: Tensor,
+    spans: Tensor,
+    source: Tensor | None,
+    n: int,
+    part: float = 1.0,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Rows of n columns. `part`: which part these rows are of those that share the buffers."""
     m, room = spans.shape[1], indices.shape[0]
-    out = torch.empty(m, n, dtype=values.dtype, device=values.device)
+    out = values.new_empty(m, n, dtype=dtype)
     if m and n:
         source = None if source is None else rows_contiguous(source)
         stride = 0 if source is None else source.stride(0)
         args = (values, indices, spans, source, out, stride, n, room)
         block = min(1024, max(32, launch.next_power_of_2(int(part * room) // m)))
-        meta = {"BLOCK": block, "FILL": FILL}
+        warps = max(1, block // 128)
+        meta = {"BLOCK": block, "FILL": FILL * warps}
         # Every share reads all of the row's indices: no more programs than fill the GPU.
-        shares = max(1, min(launch.cdiv(n, FILL), launch.cdiv(4 * tuning.programs(out.device), m)))
-        _unpack_kernel((m, shares, 1), args, meta, num_warps=max(1, block // 128))
+        shares = max(1, min(launch.cdiv(n, meta["FILL"]), launch.cdiv(4 * tuning.programs(out.device), m)))
+        _unpack_kernel((m, shares, 1), args, meta, num_warps=warps)
     return out
 
 
 EXAMPLES = {
     _unpack_kernel: {
-        "values_ptr": "*fp32", "source_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 1024, "FILL": 1024,
+        "values_ptr": "*fp32", "source_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 1024, "FILL": 8192,
         "num_warps": 8,
     },
 }  # fmt: skip

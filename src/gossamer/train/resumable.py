@@ -1,0 +1,104 @@
+"""Runs in a folder, which a process of the same settings goes on with to the bit."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from torch.optim import Optimizer
+from torch.utils import deterministic
+
+from gossamer._core import files
+from gossamer.train import checkpoint
+
+Record = dict[str, float]
+
+
+class Resumable:
+    """The base of runs: `config.json`, `log.jsonl` and `checkpoints/` of a folder.
+
+    Attributes:
+        config, folder, device: as the run was made.
+        step: optimizer steps that were done.
+        records: those of `log.jsonl`.
+        keep: how many checkpoints stay.
+        rank: 0, or this process's number among several. The others only take part.
+    """
+
+    config: Any
+    folder: Path
+    device: torch.device
+    optimizer: Optimizer
+    keep: int
+    rank = 0
+
+    def _resume(self, held: checkpoint.Held) -> None:
+        """Goes on where the folder's last checkpoint stands, or begins a run there."""
+        self.step, self.records = 0, list[Record]()
+        file, settings = self.folder / "config.json", type(self.config)
+        files.make_folder("train", "out", self.folder)
+        if file.exists() and (different := self.config.differences(settings.load(file))):
+            raise ValueError(
+                f"train: {self.folder} holds a run of other settings: {different}. Name another folder, or give the "
+                "same settings."
+            )
+        if saved := self._saved():
+            self.step = checkpoint.load(saved[-1][1], held, self.optimizer)
+        if self.rank == 0:
+            self.config.save(file)
+        log = self.folder / "log.jsonl"
+        if log.exists():
+            # Steps after the checkpoint come again, and a killed process may have left half a line.
+            lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
+            self.records = [record for line in lines if (record := json.loads(line))["step"] <= self.step]
+        if self.rank == 0:
+            files.write_text("train", log, "".join(json.dumps(record) + "\n" for record in self.records))
+
+    def _saved(self) -> list[tuple[int, Path]]:
+        return checkpoint.found(self.folder / "checkpoints")
+
+    def _save(self, held: checkpoint.Held) -> None:
+        checkpoint.save(self.folder / "checkpoints", self.step, held, self.optimizer, self.keep, self.rank == 0)
+
+    def _log(self, record: Record, show: Callable[[Record], Any]) -> None:
+        self.records.append(record)
+        if self.rank == 0:
+            with (self.folder / "log.jsonl").open("a") as log:
+                log.write(json.dumps(record) + "\n")
+            show(record)
+
+    def _refuse_numbers(self, found: str, way: str) -> NoReturn:
+        """Ends a run whose numbers are not finite."""
+        saved = self._saved()
+        good = f"The checkpoint of step {saved[-1][0]} is good." if saved else "There is no checkpoint yet."
+        raise FloatingPointError(f"train: {found}. {good} {way}")
+
+    def _now(self) -> Any:
+        """A moment, by the device's own clock: the host launches steps before they run."""
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        moment = torch.cuda.Event(enable_timing=True)
+        moment.record()
+        return moment
+
+
+@contextmanager
+def reproducible() -> Iterator[None]:
+    """Lets the same steps give the same bits: by default the backward pass of attention adds in any order."""
+    # PyTorch asks for it, and cuBLAS reads it when it is first used.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    flags: Any = deterministic
+    before = torch.are_deterministic_algorithms_enabled(), flags.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True)
+    flags.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        flags.fill_uninitialized_memory = before[1]

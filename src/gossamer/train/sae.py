@@ -1,0 +1,405 @@
+"""Training of sparse autoencoders: one or several at once, on one stream of activations."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from gossamer import nn, sae
+from gossamer._core import checks, files
+from gossamer.extract.source import Source, ahead, checksum
+from gossamer.train.config import Settings
+from gossamer.train.resumable import Record, Resumable, reproducible
+
+KINDS: dict[str, Any] = {
+    "topk": nn.TopKSAE,
+    "batchtopk": nn.BatchTopKSAE,
+    "jumprelu": nn.JumpReLUSAE,
+    "matryoshka": nn.MatryoshkaSAE,
+    "matryoshka-batchtopk": nn.MatryoshkaBatchTopKSAE,
+    "standard": nn.StandardSAE,
+    "gated": nn.GatedSAE,
+}
+HELD_OUT = 8
+"""Batches for evaluation at most, by default."""
+FALL = 0.2
+"""The share of the steps, at the end, over which the learning rate falls to 0."""
+DENSITIES = (-6.0, 0.0, 60)
+"""Of the histogram of firing rates: its ends, as powers of ten, and its bins."""
+_OPERATOR = "train.SAEConfig"
+
+
+@dataclass(frozen=True)
+class SAEConfig(Settings):
+    """A run that trains autoencoders on one stream of activations.
+
+    Args:
+        kind: `"topk"`, `"batchtopk"`, `"jumprelu"`, `"matryoshka"`, `"matryoshka-batchtopk"`, `"standard"` or
+            `"gated"`: the class of `gossamer.nn`.
+        d_sae: number of latents.
+        l0: latents of a row, `k` or `target_l0` of the class; None is 32, and right for the two kinds with L1.
+        lr: of Adam; None takes 2e-4 * (16384 / d_sae)^0.5. It falls to 0 over the last fifth of the steps.
+        seed: of weights and of the order of rows.
+        options: other arguments of the class.
+        sweep: by the name of an argument above, or of an option, the values to train an autoencoder with each. Several
+            names give all combinations.
+        steps: optimizer steps; None goes through the source once.
+        batch: rows of a step.
+        buffer: rows that are shuffled together, a multiple of batch; about three times as many are in memory.
+        held_out: rows at the beginning that are for evaluation alone, a multiple of batch; None takes a tenth of the
+            source, at most 8 batches.
+        dtype: `"float32"`, or `"bfloat16"` for x and products; weights, gradients and moments stay float32.
+        source: the checksum of the first rows, which a `SAERun` fills in.
+
+    Raises:
+        ValueError: an unknown kind or dtype, a size that does not fit, an empty sweep.
+        TypeError: a size that is no int.
+
+    >>> SAEConfig(sweep={"l0": [16, 32]}).names
+    ['l0=16', 'l0=32']
+    """
+
+    kind: str = "topk"
+    d_sae: int = 16_384
+    l0: int | None = None
+    lr: float | None = None
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)
+    sweep: dict[str, list[Any]] = field(default_factory=dict)
+    steps: int | None = None
+    batch: int = 4096
+    buffer: int = 1 << 18
+    held_out: int | None = None
+    dtype: str = "float32"
+    source: str | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("options", "sweep"):
+            # As a file gives them back, with lists for tuples.
+            object.__setattr__(self, name, json.loads(json.dumps(getattr(self, name))))
+        for name, known in (("kind", tuple(KINDS)), ("dtype", ("float32", "bfloat16"))):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{_OPERATOR}: {name} must be one of {', '.join(known)}, got {getattr(self, name)!r}.")
+        for name in ("batch", "buffer", "steps", "held_out"):
+            if getattr(self, name) is not None:
+                checks.positive(_OPERATOR, name, getattr(self, name), "It is a number of rows or steps.")
+        for name in ("buffer", "held_out"):
+            if (getattr(self, name) or 0) % self.batch:
+                raise ValueError(
+                    f"{_OPERATOR}: {name} must be a multiple of batch = {self.batch}, got {getattr(self, name)}."
+                )
+        if not all(self.sweep.values()):
+            raise ValueError(f"{_OPERATOR}: sweep must have a value or more for each name, got {self.sweep}.")
+        if len(set(self.names)) < len(self.names):
+            raise ValueError(f"{_OPERATOR}: sweep must name each value once, got {self.sweep}.")
+
+    @property
+    def points(self) -> list[dict[str, Any]]:
+        """The values of `sweep` by name, of each autoencoder."""
+        return [dict(zip(self.sweep, values)) for values in itertools.product(*self.sweep.values())]
+
+    @property
+    def names(self) -> list[str]:
+        """Of the autoencoders; `"sae"` is the only one without a sweep."""
+        return [",".join(f"{name}={value}" for name, value in point.items()) or "sae" for point in self.points]
+
+    def make(self, d_in: int) -> list[tuple[Any, float]]:
+        """The autoencoders, on the CPU, and the learning rate of each."""
+        return [self._make(d_in, point) for point in self.points]
+
+    def _make(self, d_in: int, point: dict[str, Any]) -> tuple[Any, float]:
+        given = {name: getattr(self, name) for name in ("d_sae", "l0", "lr", "seed")} | self.options | point
+        d_sae, l0, lr, seed = (given.pop(name) for name in ("d_sae", "l0", "lr", "seed"))
+        if self.kind not in ("standard", "gated"):
+            given["target_l0" if self.kind == "jumprelu" else "k"] = 32 if l0 is None else l0
+        elif l0 is not None:
+            raise ValueError(f"{_OPERATOR}: kind {self.kind} takes no l0, got {l0}. Give its option l1_coefficient.")
+        kind = KINDS[self.kind]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                model = kind(d_in, d_sae, **given)
+        except TypeError as error:
+            raise ValueError(f"{_OPERATOR}: options must be arguments of nn.{kind.__name__}: {error}.") from error
+        lr = 2e-4 * (16_384 / d_sae) ** 0.5 if lr is None else lr
+        checks.number(_OPERATOR, "lr", lr, "2e-4 fits 16,384 latents.")
+        return model, lr
+
+
+class SAERun(Resumable):
+    """A run that trains autoencoders in a folder, with which a process of the same settings goes on to the bit.
+
+    All autoencoders of a sweep train on the same batches: the source is read, and a language model runs, once. Rows are
+    shuffled in blocks of `config.buffer`, in pinned memory where the device is a GPU, while the next block is read. A
+    checkpoint needs no copy of them: the order follows from the seed and the step.
+
+    Autoencoders other than JumpReLU, which finds a scale by itself, see rows times a power of 2 that brings the first
+    batch nearest to a variance of 1 in each element. The files that a run writes are in the units of the source.
+
+    Args:
+        config: of the run.
+        source: as in `gossamer.extract`; an iterable without a length must have all rows of `config.steps`.
+        folder: of the run. It gets `config.json`, `log.jsonl`, `checkpoints/`, and at the end `results.json` and a
+            folder for each autoencoder, which SAELens and `nn.load_sae` read.
+        key: the tensor of each `.safetensors` file; None if it holds one.
+        device: where autoencoders train.
+        checkpoint_every, log_every: steps between checkpoints and between records; keep: checkpoints that stay.
+
+    Attributes:
+        config: with all sizes known.
+        models: a `ModuleList`, with `scale` `[]`.
+        step, records: as in `Run`. A record has the means of the steps since the one before; those of
+            autoencoder number i have the suffix `/i`.
+        results: of each autoencoder its `evaluate`, once the run is finished.
+
+    Raises:
+        ValueError: a folder with a run of other settings or of another source, too few rows, a corrupt checkpoint.
+        TypeError, FileNotFoundError: as `gossamer.extract`, of the source.
+
+    >>> import tempfile; config = SAEConfig(d_sae=64, batch=8, buffer=16, sweep={"l0": [2, 4]})
+    >>> SAERun(config, torch.randn(100, 4), tempfile.mkdtemp()).train()
+    """
+
+    def __init__(
+        self,
+        config: SAEConfig,
+        source: Any,
+        folder: str | Path,
+        *,
+        key: str | None = None,
+        device: torch.device | str = "cpu",
+        checkpoint_every: int = 1000,
+        log_every: int = 50,
+        keep: int = 2,
+    ) -> None:
+        self.folder, self.device, self.keep, self.given = Path(folder), torch.device(device), keep, source
+        self.checkpoint_every, self.log_every, self._stopped = checkpoint_every, log_every, False
+        # Rows of any width, which the shuffled block takes from the host.
+        self.source = Source(source, key, config.batch, torch.empty(0, dtype=getattr(torch, config.dtype)))
+        self.config = self._sized(config)
+        held = [*self.source.read(0, self.config.held_out)]
+        if sum(map(len, held)) < self.config.held_out:
+            raise ValueError(f"train: source must have more than the {self.config.held_out} rows for evaluation.")
+        self.held_out = torch.cat(held)
+        self.config = replace(self.config, source=checksum(self.held_out))
+        made = config.make(self.held_out.shape[1])
+        self.models: Any = torch.nn.ModuleList(model for model, _ in made).to(self.device)
+        self.models.register_buffer("scale", torch.ones((), device=self.device))
+        groups = [{"params": [*model.parameters()], "lr": lr, "highest": lr} for model, lr in made]
+        self.optimizer = torch.optim.Adam(groups, fused=True)
+        self._resume(self._held)
+        for model in self.models:
+            if self.step and isinstance(model, nn.JumpReLUSAE):
+                model.look_up_whether_fresh()
+
+    @property
+    def _held(self) -> dict[str, Tensor]:
+        return self.models.state_dict(keep_vars=True)
+
+    def _sized(self, config: SAEConfig) -> SAEConfig:
+        """The configuration with the numbers of rows and steps that follow from the source."""
+        length, batch = self.source.length, config.batch
+        some = HELD_OUT if length is None else min(max(length // (10 * batch), 1), HELD_OUT)
+        held = config.held_out or some * batch
+        steps = config.steps
+        if length is None and steps is None:
+            raise ValueError("train: steps must be given for a source that does not know its length.")
+        self._epoch: int = steps if length is None else (length - held) // batch  # type: ignore[assignment]
+        if self._epoch < 1:
+            raise ValueError(
+                f"train: source must have a batch of {batch} rows beside {held} for evaluation, got {length} rows. "
+                "Give a smaller batch."
+            )
+        return replace(config, steps=steps or self._epoch, held_out=held)
+
+    def train(self, show: Callable[[Record], Any] = lambda record: None) -> None:
+        """Trains to the last step, evaluates, and writes the autoencoders. `show` takes each record.
+
+        Raises:
+            FloatingPointError: a loss or weight is NaN or infinite. The last checkpoint is good.
+            OSError: a checkpoint could not be written. Older ones are good.
+            ValueError: the source ended early.
+        """
+        batches = self._batches()
+        try:
+            with reproducible(), closing(batches), closing(ahead(batches, self.device)) as moved:
+                self._train(moved, show)
+        finally:
+            self._stopped = True
+            self.source.close()
+        self.results = []
+        for name, model in zip(self.config.names, self.models):
+            finished = in_units_of_x(model, self.models.scale)
+            self.results.append({"name": name, **self._evaluated(finished)})
+            nn.save_sae(finished, self.folder / name)
+        files.write_text("train", self.folder / "results.json", json.dumps(self.results, indent=1))
+
+    def _train(self, batches: Iterator[Tensor], show: Callable[[Record], Any]) -> None:
+        sums, before = None, self._now()
+        done = self.step
+        while self.step < self.config.steps:
+            x = next(batches)
+            if not self.step:
+                self._begin(x)
+            values = self._step(x)
+            sums = values if sums is None else sums + values
+            self.step += 1
+            saves = self.step == self.config.steps or self.step % self.checkpoint_every == 0
+            if saves or self.step % self.log_every == 0:
+                self._collect(sums / (self.step - done), before, self.step - done, show)
+                if saves:
+                    self._save_all()
+                sums, before, done = None, self._now(), self.step
+
+    def _begin(self, x: Tensor) -> None:
+        """The scale, and the start of each autoencoder, from the first batch."""
+        if self.config.kind != "jumprelu":
+            variance = (x.float() - x.float().mean(0)).square().mean()
+            scale = (-variance.log2() / 2).round().exp2()
+            self.models.scale.copy_(torch.where(scale.isfinite(), scale, 1))
+        for model in self.models:
+            model.initialize_((x * self.models.scale).float())
+
+    def _step(self, x: Tensor) -> Tensor:
+        """One optimizer step of each autoencoder; its numbers `[autoencoders, 4]` on the device."""
+        x = x * self.models.scale
+        total, values = (x - x.mean(0)).float().square().sum(1).mean(), []
+        for group in self.optimizer.param_groups:
+            group["lr"] = group["highest"] * min(1.0, (1 - self.step / self.config.steps) / FALL)
+        for model in self.models:
+            with torch.autocast(x.device.type, torch.bfloat16, enabled=self.config.dtype == "bfloat16"):
+                found = model.loss(x)
+            found.loss.backward()
+            # A steered JumpReLU computes its loss in units of its own.
+            explained = 1 - found.mse.detach() / (total * getattr(model, "input_scale", total.new_ones(())) ** 2)
+            values.append(torch.stack([found.loss.detach(), explained, found.l0, model.dead().float().mean()]))
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return torch.stack(values).float()
+
+    def _collect(self, means: Tensor, before: Any, steps: int, show: Callable[[Record], Any]) -> None:
+        """Writes the record of some steps, and refuses numbers that are not finite."""
+        after, found = self._now(), means.tolist()
+        seconds = before.elapsed_time(after) / 1000 if self.device.type == "cuda" else after - before
+        record: Record = {"step": self.step, "tokens/s": steps * self.config.batch / seconds}
+        names = ("loss", "explained", "l0", "dead")
+        record |= {f"{name}/{i}": value for i, numbers in enumerate(found) for name, value in zip(names, numbers)}
+        if not all(math.isfinite(loss) for loss, *_ in found):
+            self._refuse(f"the loss of steps {self.step - steps + 1} to {self.step} is {[loss for loss, *_ in found]}")
+        self._log(record, show)
+
+    def _refuse(self, what: str) -> None:
+        way = "Look for rows of the source that are not finite, or give a lower lr in another folder."
+        self._refuse_numbers(what, way)
+
+    def _save_all(self) -> None:
+        held = self._held
+        if not torch.stack([tensor.detach().float().sum() for tensor in held.values()]).isfinite().all():
+            # The loss of a step is that of the weights before it.
+            self._refuse(f"a weight is not finite after step {self.step}")
+        self._save(held)
+        for model in self.models:
+            # A checkpoint does not hold the counts of the last calls: a run that is loaded here begins without, too.
+            model.density.forget()
+
+    def _batches(self) -> Generator[Tensor]:
+        """The batches from the next step on, on their way to the device."""
+        skipped = self.step % self._epoch * self.config.batch % self.config.buffer
+        with closing(ahead(self._blocks(), torch.device("cpu"))) as blocks:
+            for block in blocks:
+                for x in block[skipped:].split(self.config.batch):
+                    yield x.to(self.device, non_blocking=True)
+                skipped = 0
+
+    def _blocks(self) -> Generator[Tensor]:
+        """Blocks of shuffled rows, from that of the next step to that of the last."""
+        batch, d_in, per = self.config.batch, self.held_out.shape[1], self.config.buffer // self.config.batch
+        step = self.step
+        while step < self.config.steps:
+            epoch, place = divmod(step, self._epoch)
+            first = place // per * per
+            rows = min(per, self._epoch - first, self.config.steps - epoch * self._epoch - first) * batch
+            order = torch.from_numpy(np.random.default_rng((self.config.seed, epoch, first)).permutation(rows))
+            block = torch.empty(rows, d_in, dtype=self.held_out.dtype, pin_memory=self.device.type == "cuda")
+            filled = 0
+            for found in self.source.read(self.config.held_out + first * batch, rows):
+                block.index_copy_(0, order[filled : filled + len(found)], found)
+                filled += len(found)
+                if self._stopped:
+                    return
+            if filled < rows:
+                raise ValueError(
+                    f"train: the source must have {rows} rows from row {self.config.held_out + first * batch} on for "
+                    f"{self.config.steps} steps, got {filled}. Give fewer steps."
+                )
+            yield block
+            step += rows // batch - (place - first)
+
+    def _evaluated(self, model: Any) -> dict[str, Any]:
+        found = evaluate(model, self.held_out, self.config.batch)
+        if callable(losses := getattr(self.given, "losses", None)):
+
+            def reconstructed(rows: Tensor) -> Tensor:
+                return model(rows.to(model.W_enc.dtype)).to(rows.dtype)
+
+            own, without, ours = losses(lambda rows: rows, torch.zeros_like, reconstructed)
+            found |= {"model loss": own, "loss without": without, "loss": ours}
+            found["loss recovered"] = (without - ours) / (without - own)
+        return found
+
+
+@torch.no_grad()
+def evaluate(model: Any, rows: Tensor, batch: int = 4096) -> dict[str, Any]:
+    """An autoencoder on rows that it was not trained on.
+
+    Args:
+        model: an autoencoder of `nn` in evaluation mode.
+        rows: `[M, d_in]`, on any device.
+        batch: rows at once.
+
+    Returns:
+        `"explained"`, the share of the rows' variance; `"l0"`, latents of a row; `"dead"`, the share of latents that
+        never fire; `"density"`, a histogram in 60 bins from -6 to 0 of the logarithm to base 10 of firing rates, the
+        shares of rows in which a latent fires.
+
+    >>> evaluate(gossamer.nn.TopKSAE(4, 16, k=2).eval(), torch.randn(32, 4))["l0"] <= 2
+    True
+    """
+    fired, error = torch.zeros(model.d_sae, dtype=torch.int64, device=model.W_enc.device), 0.0
+    for part in rows.split(batch):
+        x = part.to(fired.device, model.W_enc.dtype)
+        latents = model.encode(x)
+        fired += sae.count_fired(latents)
+        error += float((x - model.decode(latents)).double().square().sum())
+    centred = rows.double() - rows.double().mean(0)
+    rates = fired.cpu().double() / len(rows)
+    low, high, bins = DENSITIES
+    return {
+        "explained": 1 - error / max(float(centred.square().sum()), 1e-30),
+        "l0": float(rates.sum()),
+        "dead": float((rates == 0).double().mean()),
+        "density": torch.histc(rates[rates > 0].log10().clamp(low, high), bins, low, high).long().tolist(),
+    }
+
+
+def in_units_of_x(model: Any, scale: Tensor) -> Any:
+    """A copy in evaluation mode of an autoencoder that was trained on scale * x, which does the same to x."""
+    found = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        for name, tensor in (*found.named_parameters(), *found.named_buffers()):
+            if name in ("b_enc", "b_gate", "b_mag", "b_dec", "threshold"):
+                tensor.div_(scale)
+    if hasattr(found, "l1_coefficient"):
+        found.l1_coefficient /= float(scale)
+    return found
