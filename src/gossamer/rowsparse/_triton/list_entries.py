@@ -11,6 +11,7 @@ has loaded. Columns ascend by chunk, then by lane, then by bit: one scan of 64-b
 chunk, ranks them all.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -307,6 +308,7 @@ MANY = 1 << 23
 a limit they would take more registers than there are."""
 
 
+@lru_cache(1024)
 def cut(m: int, n: int, element_size: int, limited: bool = False) -> Cut:
     """How m rows of n columns are cut into pieces, or short rows put into one."""
     vec = 16 // element_size
