@@ -166,15 +166,16 @@ class Recorder(TorchDispatchMode):
                 descriptors.append((at, place, type(arg), {**vars(arg), "base": None}))
             elif isinstance(arg, tuple):
                 self.refuse()
-            if not self.complete:
+            if not self.memory:  # refused
                 return
         self.launches.append((launch, grid, constant, pointers, descriptors))
 
     def recording(self, results: Any) -> "Recording | None":
         """The recording of a launcher that returned these results; None where it cannot be repeated."""
-        made, places = [(each.maker, each.given) for each in self.memory if each.maker is not None], []
+        made: list[Any] = [(each.maker, each.given) for each in self.memory if each.maker is not None]
         steps = [place for place, each in enumerate(self.memory) if each.maker is not None]
         between = sum(each.tensor.nbytes for each in self.memory if each.owned and each.tensor is not None)
+        places: list[int] = []
         for result in (results,) if isinstance(results, Tensor) else results or ():
             place, offset = self._place_of(result) if self.complete else (-1, 0)
             whole = self.memory[place] if place >= 0 else Memory(None)
