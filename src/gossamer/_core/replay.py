@@ -13,8 +13,7 @@ pointer into memory that no step has made. Memory that launches of a stream shar
 """
 
 import threading
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -137,13 +136,9 @@ class Recorder(TorchDispatchMode):
         return place, x.data_ptr() - whole.data_ptr()
 
     def add(
-        self,
-        launch: Launch,
-        grid: tuple[int, int, int],
-        args: Sequence[Any],
-        meta: Mapping[str, Any],
+        self, launch: Launch, grid: tuple[int, int, int], args: Sequence[Any], meta: Mapping[str, Any],
         views: bool = INTERPRET,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """A launch that has just run. It takes addresses, or with `views` tensors."""
         if not self.complete:
             return
@@ -292,25 +287,17 @@ class Repeated:
         fields = [*call]
         for place, x in zip(self._places, given):
             fields[place] = x
-        with _recording(Recorder(given)) as recorder:
-            results = self._run(tuple.__new__(type(call), fields))
+        me, recorder = threading.get_ident(), Recorder(given)
+        before, recorders[me] = recorders.get(me), recorder
+        try:
+            with recorder:
+                results = self._run(tuple.__new__(type(call), fields))
+        finally:
+            del recorders[me]
+            if before is not None:
+                recorders[me] = before
         self._known[key] = recorder.recording(results)
         return results
-
-
-@contextmanager
-def _recording(recorder: Recorder) -> Iterator[Recorder]:
-    """The recorder of this thread; afterwards the one before."""
-    me = threading.get_ident()
-    before, recorders[me] = recorders.get(me), recorder
-    try:
-        with recorder:
-            yield recorder
-    finally:
-        if before is None:
-            del recorders[me]
-        else:
-            recorders[me] = before
 
 
 def _storage(x: Tensor) -> int:

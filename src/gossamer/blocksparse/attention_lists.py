@@ -1,7 +1,6 @@
 """The common part of the attention kernels of Triton and Gluon: configs, and the search of a layout's lists, all of it
 on single numbers. Only kernel files import this module, which needs Triton."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -65,7 +64,6 @@ class Config:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-@functools.lru_cache(1024)
 def config_of(p: Problem, tile: Tile, *added: Any) -> Config:
     """The config of kernels for a problem; `added` are its fields from `bias` on."""
     keys = tile.stages if tile.key_stages is None else tile.key_stages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -57,18 +56,9 @@ class Problem:
 
 def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
     """The problem of an operator's arguments."""
-    # PyTorch's dispatcher makes lists of tuples.
-    block, own = tuple(call.form[3:5]), tuple(call.own)
-    return _problem(tuple(call.q.shape), tuple(call.k.shape), call.v.shape[3], block, own, call.causal, call.scale)
-
-
-@functools.lru_cache(1024)
-def _problem(
-    q: tuple[int, ...], k: tuple[int, ...], dv: int, block: tuple[int, int], own: tuple[int, ...], causal: bool,
-    scale: float,
-) -> Problem:  # fmt: skip
-    (b, h, tq, d), (_, hk, tk, _) = q, k
-    return Problem(b, h, max(hk, 1), tq, tk, d, dv, (own[0] > 0, own[1] > 0), block, causal, scale)
+    (b, h, tq, d), (_, hk, tk, _), dv = call.q.shape, call.k.shape, call.v.shape[3]
+    own, (height, width) = (call.own[0] > 0, call.own[1] > 0), call.form[3:5]
+    return Problem(b, h, max(hk, 1), tq, tk, d, dv, own, (height, width), call.causal, call.scale)
 
 
 def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Path:

@@ -119,7 +119,8 @@ class SparseBlock:
         if not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
             return None
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        found = sparse_ffn.again(SparseFfn._make((flat, *weights[:2], None, *weights[2:], activation == "relu2", False)))
+        options = activation == "relu2", False
+        found = sparse_ffn.again(SparseFfn._make((flat, *weights[:2], None, *weights[2:], *options)))
         if found is None:
             return None
         self.density.looked += 1

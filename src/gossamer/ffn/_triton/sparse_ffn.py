@@ -85,18 +85,13 @@ def _block(
     packed, listing = pack(x, *gate, words=(listed, limit))
     if not listing:
         heavy.start(listed, limit)
-    if source is not None:
-        _turn(source, down[0], listing)
+    if source is not None and source.stride(1) == 1:
+        # Where Hopper packs, on the multiprocessors that have no more tiles.
+        launch_dense_transpose(source, down[0], listing)
+    elif source is not None:
+        down[0].copy_(source.t())
     gather.gather(packed, x, up, down, out, nnz, listed, squared)
     heavy.project(listed, x, (*gate, *(up or (None, None)), *down), out, squared)
-
-
-def _turn(weight: Tensor, out: Tensor, beside: bool) -> None:
-    """Fills out with weight.t(); where Hopper packs, on the multiprocessors that have no more tiles."""
-    if weight.stride(1) == 1:
-        launch_dense_transpose(weight, out, beside)
-    else:
-        out.copy_(weight.t())
 
 
 def pack(

@@ -164,9 +164,7 @@ def decode(call: SaeDecode) -> Tensor:
     """The output alone."""
     acts, weight, bias, capacity, out_dtype = call
     m, n = acts.shape
-    if not one_launch(m, n):
-        return decode_lists(SaeDecodeLists(*call))[0]
-    if acts.numel() == 0 or weight.shape[1] == 0:
+    if not one_launch(m, n) or acts.numel() == 0 or weight.shape[1] == 0:
         return decode_lists(SaeDecodeLists(*call))[0]
     x, w = rows_contiguous(acts), rows_contiguous(weight)
     out = torch.empty(m, w.shape[1], dtype=out_dtype or w.dtype, device=w.device)
