@@ -33,16 +33,19 @@ def check_floats(operator: str, argument: str, values: Tensor) -> None:
     checks.floating(operator, **{f"{argument}.values": values})
 
 
-def fill_outside(values: Tensor, layout: Layout, fill: float, behind: bool = True) -> Tensor:
+def fill_outside(
+    values: Tensor, layout: Layout, fill: float, behind: bool = True, dims: tuple[int, ...] = (-1, -2)
+) -> Tensor:
     """Values with `fill` where they stand for no element, and a gradient of 0 there; the values themselves where the
     host knows that all of them stand for elements.
 
-    Without `behind` blocks behind the last count as blocks, for operators that do not read these.
+    Without `behind` blocks behind the last count as blocks, for operators that do not read these; `dims` are the
+    dimensions beyond whose ends the operator would read.
     """
-    form = layout.form
-    if not ((behind and not layout.filled) or form.m % form.height or form.n % form.width):
+    cut = any(layout.size[dim] % layout.block_size[dim] for dim in dims)
+    if not (cut or (behind and not layout.filled)):
         return values
-    return torch.where(valid(layout.lists, behind), values, values.new_full((), fill))
+    return torch.where(valid(layout.lists, behind, dims), values, values.new_full((), fill))
 
 
 def reduced(operator: str, values: Tensor, layout: Layout, dim: int | None, how: str) -> Tensor:
@@ -55,7 +58,7 @@ def reduced(operator: str, values: Tensor, layout: Layout, dim: int | None, how:
     dtype, exact = values.dtype, not values.is_floating_point()
     # A Python int leaves integers what they are, a float would not.
     absent = 0 if how == "sum" else lost(dtype) if exact else -math.inf
-    values = fill_outside(values, layout, absent, behind=dim is None)
+    values = fill_outside(values, layout, absent, dim is None, (-1, -2) if dim is None else (dim,))
     if dim is None:
         out = values.sum(dtype=_impl.summed(dtype)) if how == "sum" else values.amax()
     else:
