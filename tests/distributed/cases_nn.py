@@ -19,8 +19,8 @@ from gossamer import nn
 
 D_IN, D_OUT, D_SAE, STEPS = 9, 5, 31, 6
 ROWS = 4  # of a rank: few enough that latents stay silent for a step
-SHARDED = ("topk", "batchtopk", "jumprelu", "transcoder", "jumprelu steered", "standard", "gated")
-KINDS = (*SHARDED, "matryoshka")  # That of a batch: a row's selection is that of TopKSAE.
+KINDS = ("topk", "batchtopk", "jumprelu", "transcoder", "jumprelu steered", "standard", "gated", "matryoshka")
+SHARDED = (*KINDS, "matryoshka of rows")
 # With what sums over latents, or over the dead of them: few enough steps to die in, and more dead than are taken.
 VARIANTS: dict[str, dict[str, Any]] = {
     "topk": {"aux_coefficient": 0.3, "aux_k": 2, "dead_after": 1},
@@ -34,12 +34,14 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def make(kind: str, device: torch.device, seed: int = 0, **options: Any) -> Any:
     torch.manual_seed(seed)
     options = {"dtype": torch.float64 if device.type == "cpu" else torch.float32} | options
-    kind, steered = kind.split()[0], kind.endswith("steered")
+    kind, steered, rows = kind.split()[0], kind.endswith("steered"), kind.endswith("rows")
     if kind == "topk":
         return nn.TopKSAE(D_IN, D_SAE, 4, **options).to(device)
     if kind == "batchtopk":
         return nn.BatchTopKSAE(D_IN, D_SAE, 4, threshold_rate=0.25, **options).to(device)
     if kind == "matryoshka":
+        if rows:
+            return nn.MatryoshkaSAE(D_IN, D_SAE, 4, widths=(3, 20, 25, D_SAE), **options).to(device)
         return nn.MatryoshkaBatchTopKSAE(D_IN, D_SAE, 4, threshold_rate=0.25, widths=(7, D_SAE), **options).to(device)
     if kind in ("standard", "gated"):
         model = {"standard": nn.StandardSAE, "gated": nn.GatedSAE}[kind](D_IN, D_SAE, **options).to(device)
@@ -198,8 +200,6 @@ def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
 def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
     with pytest.raises(TypeError, match=r"nn\.shard_sae: model must be a TopKSAE, .* got Linear"):
         nn.shard_sae(torch.nn.Linear(2, 2))  # type: ignore[type-var]
-    with pytest.raises(TypeError, match=r"got MatryoshkaBatchTopKSAE\. Use nn\.data_parallel_sae for it"):
-        nn.shard_sae(make("matryoshka", device))
     model = make("topk", device)
     with pytest.raises(TypeError, match=r"nn\.shard_sae: model must be whole, got one that nn\.shard_sae made"):
         nn.shard_sae(nn.shard_sae(model))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gossamer import gemm, sae
 from gossamer.rowsparse import Rows, pack
+from gossamer.sae.encode_path import RANKED
 from gossamer.sae.sharded import COMPILES, add_parts
 from gossamer.testing import assert_close, assert_exact
 from tests.sae.dense import encode_with_l0, valued
@@ -86,7 +87,7 @@ def draws(activation: str, rank: int, world: int, device: torch.device) -> None:
             options["b_dec"] = whole((d,), 1, torch.float32, device)
         if activation == "jumprelu":
             options["threshold"] = whole(draw.choice([(n,), ()]), 3, torch.float32, device)
-        if activation in ("topk", "batchtopk"):
+        if activation in RANKED:
             options["k"] = draw.randint(1, n)
             if draw.random() < 0.3:
                 options["scale"] = torch.randint(1, 4, (n,)).to(device, dtype)
@@ -109,6 +110,10 @@ def case_jumprelu(rank: int, world: int, device: torch.device) -> None:
 
 def case_topk(rank: int, world: int, device: torch.device) -> None:
     draws("topk", rank, world, device)
+
+
+def case_abstopk(rank: int, world: int, device: torch.device) -> None:
+    draws("abstopk", rank, world, device)
 
 
 def case_batchtopk(rank: int, world: int, device: torch.device) -> None:

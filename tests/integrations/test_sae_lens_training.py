@@ -31,9 +31,13 @@ KINDS = (
     "jumprelu, quadratic",
     "jumprelu, ste to input",
     "jumprelu, tanh",
+    "matryoshka_batchtopk",
+    "matryoshka_batchtopk, rescaled",
+    "standard",
+    "gated",
 )
 # What is left to SAELens.
-LEFT = ("batchtopk, of a fraction", "matryoshka_batchtopk", "standard", "gated")
+LEFT = ("batchtopk, of a fraction", "matryoshka_batchtopk, aux", "standard, L2")
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +54,9 @@ def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, **
     if detail == "of a fraction":
         options["k"] = 7.5
     if architecture == "matryoshka_batchtopk":
-        options |= {"matryoshka_widths": [64, 192]}
+        options |= {"matryoshka_widths": [7, 64, 192], "use_matryoshka_aux_loss": detail == "aux"}
+    if detail == "L2":
+        options["lp_norm"] = 2.0
     if architecture == "jumprelu":
         options = {"jumprelu_bandwidth": 0.4, "l0_coefficient": 0.3, "pre_act_loss_coefficient": 0.01} | options
         options |= {"jumprelu_ste_to_input": detail == "ste to input"}
@@ -63,6 +69,8 @@ def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, **
         noise = torch.randn(parameter.shape, generator=generator, device=device)
         size = {"W_enc": 0.25, "W_dec": 0.25}.get(name, 0.05)
         shift = {"b_enc": -0.6, "threshold": 1.0}.get(name, 0.0) if architecture == "jumprelu" else 0.0
+        if architecture in ("standard", "gated"):
+            shift = {"b_enc": -1.5, "b_gate": -1.5}.get(name, 0.0)
         parameter.data = (noise * size + shift).to(parameter.dtype)
     return sae
 
@@ -188,7 +196,7 @@ def test_whatever_reads_the_latents_gets_them(kind: str, device: torch.device) -
     patch(patched)
     x = activations(device)
     for sae in (plain, patched):
-        output = sae.training_forward_pass(TrainStepInput(x, {"l0": 0.1}, None, 0, False))
+        output = sae.training_forward_pass(TrainStepInput(x, {"l0": 0.1, "l1": 0.1}, None, 0, False))
         (output.loss + 0.1 * (output.feature_acts**2).sum() + 0.01 * torch.tanh(output.hidden_pre).sum()).backward()
     for name, grad in gradients(plain).items():
         torch.testing.assert_close(gradients(patched)[name], grad, rtol=1e-4, atol=1e-5)
@@ -253,7 +261,9 @@ def test_no_gradient_is_lost_silently(kind: str, name: str, device: torch.device
     patch(patched)
 
     def output(sae: TrainingSAE[Any]) -> Tensor:
-        found: Tensor = getattr(sae.training_forward_pass(TrainStepInput(x, {"l0": 0.1}, None, 0, False)), name)
+        found: Tensor = getattr(
+            sae.training_forward_pass(TrainStepInput(x, {"l0": 0.1, "l1": 0.1}, None, 0, False)), name
+        )
         return found
 
     with pytest.raises(RuntimeError, match=r"a way that goes round.*tensor\.clone\(\)"):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer import sae
-from gossamer.gemm import BatchTopK, JumpReLU, TopK
+from gossamer.gemm import AbsTopK, BatchTopK, JumpReLU, TopK
 from gossamer.rowsparse import Rows
 from gossamer.sae.encode_path import choose_path
 
@@ -39,12 +39,13 @@ def valued(
     """`others`, and the activation of a name as a value: for tests that go through all of them."""
     if activation == "jumprelu":
         return {"activation": JumpReLU(threshold, bandwidth, ste_to_input), **others}
-    kind = {"topk": TopK, "batchtopk": BatchTopK}.get(activation)
+    kind = {"topk": TopK, "abstopk": AbsTopK, "batchtopk": BatchTopK}.get(activation)
     return {"activation": activation if kind is None else kind(k, scale), **others}
 
 
 def selected(z: Tensor, activation: str, k: int | None = None, threshold: Tensor | None = None) -> Tensor:
     """Which pre-activations [..., N] an activation keeps: bool [..., N]."""
+    z = z.abs() if activation == "abstopk" else z
     positive = ~(z <= 0)
     if threshold is not None:
         return positive & ~(z <= threshold.double())

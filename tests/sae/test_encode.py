@@ -14,12 +14,13 @@ from gossamer import gemm
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.pack import check_capacity
 from gossamer.sae import count_fired, decode, encode
+from gossamer.sae.encode_path import RANKED
 from gossamer.testing import assert_close, assert_exact, dense64
 from tests import strategies
 from tests.sae.dense import encode_with_l0, selected, valued, whole
 
 NAN, INF = math.nan, math.inf
-ACTIVATIONS = ("relu", "jumprelu", "topk", "batchtopk")
+ACTIVATIONS = ("relu", "jumprelu", "topk", "abstopk", "batchtopk")
 
 
 def check(rows: Rows, acts: Tensor, capacity: int | None = None) -> None:
@@ -77,7 +78,7 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
     if activation in ("relu", "jumprelu"):
         capacity = data.draw(st.one_of(st.none(), st.just("exact"), st.integers(1, 70)))
     scale = None
-    if activation in ("topk", "batchtopk") and data.draw(st.booleans()):
+    if activation in RANKED and data.draw(st.booleans()):
         # Powers of 2: no dtype rounds their products.
         scale = strategies.laid_out(whole((n,), 1, generator, torch.float32).exp2(), data.draw(strategies.LAYOUTS))
     rows, l0 = encode_with_l0(x, W, b, **valued(b_dec=b_dec, capacity=capacity, scale=scale, **options))
@@ -89,7 +90,7 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
         assert (rows.source is None) == (slots in (None, n))
     else:
         assert rows.source is None and len(rows.values) == options["k"] * rows.num_rows
-        slots = options["k"] if activation == "topk" else None
+        slots = None if activation == "batchtopk" else options["k"]
     check(rows, acts, slots)
     assert rows.dtype is dtype
     assert l0.shape == tuple(leading) and l0.dtype is torch.float32
@@ -114,7 +115,7 @@ def test_every_way_through_the_rows(
     for capacity in capacities(activation, 3, n, "exact") if mode != "interpreter" else capacities(activation, 3):
         slots = check_capacity("", capacity, n) if activation in ("relu", "jumprelu") else None
         check(encode(x, W, b, **valued(capacity=capacity, **options)), acts, slots)
-    if activation in ("topk", "batchtopk"):
+    if activation in RANKED:
         scale = whole((n,), 1, generator, torch.float32).exp2()
         acts = torch.where(selected(z * scale.double(), **options), z, 0)
         check(encode(x, W, b, **valued(scale=scale.to(dtype), **options)), acts)
@@ -136,18 +137,21 @@ def test_against_plain_pytorch(
     assert_close(dense[kept], reference64=z[kept], plain=plain[kept])
     margin = 4 * torch.finfo(dtype).eps * z.abs().max()
     acts = torch.where(selected(z, **options), z, 0)
+    if activation == "abstopk":
+        assert (dense < 0).any() and torch.equal(dense.sign()[kept], z.sign().to(dtype)[kept])
+        z, acts = z.abs(), acts.abs()
     border = z[acts > 0].min() if activation == "batchtopk" else acts.masked_fill(acts == 0, INF).amin(1, keepdim=True)
     border = {"relu": 0.0, "jumprelu": 1.5}.get(activation, border)
     assert not (kept & (z < border - margin)).any() and not (~kept & (z > border + margin)).any()
 
 
-@pytest.mark.parametrize("activation", ["topk", "batchtopk"])
+@pytest.mark.parametrize("activation", RANKED)
 def test_ties_go_to_the_lowest_index(activation: str, dtype: torch.dtype, device: torch.device) -> None:
     W = torch.ones(1, 100, device=device, dtype=dtype)
     W[0, 70] = 2
     x = torch.tensor([[1.0], [2.0], [1.0]], device=device, dtype=dtype)
     columns = [row.nonzero().squeeze(1).tolist() for row in encode(x, W, None, **valued(activation, k=3)).to_dense()]
-    if activation == "topk":
+    if activation != "batchtopk":
         assert columns == [[0, 1, 70]] * 3
     else:
         # 4, then the twos in order of row and column: the row of twos takes what is left before the third row's one.
@@ -164,7 +168,7 @@ def test_not_a_number_and_infinity(
     x, W = torch.zeros(2, 4, device=device, dtype=dtype), torch.zeros(4, 9, device=device, dtype=dtype)
     options = options_for(activation, 9, 4, torch.full((9,), 2.0, device=device))
     rows = encode(x, W, b, **valued(capacity=capacity, **options))
-    kept = [1, 2, 3, 4, 7] if activation == "relu" else [1, 2, 3, 4]
+    kept = {"relu": [1, 2, 3, 4, 7], "abstopk": [1, 3, 4, 5]}.get(activation, [1, 2, 3, 4])
     assert rows.counts.tolist() == [len(kept)] * 2
     expected = torch.zeros(2, 9, dtype=torch.float64, device=device)
     expected[:, kept] = b[kept].double()
@@ -351,7 +355,8 @@ def test_negative_thresholds_act_as_zero(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize(
-    "activation, capacity", [("relu", None), ("relu", 3), ("relu", "exact"), ("topk", None), ("batchtopk", None)]
+    "activation, capacity",
+    [("relu", None), ("relu", 3), ("relu", "exact"), ("topk", None), ("abstopk", None), ("batchtopk", None)],
 )
 def test_gradients(
     activation: str, capacity: int | None, dtype: torch.dtype, device: torch.device, generator: torch.Generator
@@ -382,7 +387,8 @@ def test_gradients(
 @pytest.mark.native
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float64 runs on the CPU")
 @pytest.mark.parametrize(
-    "activation, capacity", [("relu", None), ("relu", 2), ("relu", "exact"), ("topk", None), ("batchtopk", None)]
+    "activation, capacity",
+    [("relu", None), ("relu", 2), ("relu", "exact"), ("topk", None), ("abstopk", None), ("batchtopk", None)],
 )
 def test_gradcheck(activation: str, capacity: int | None, generator: torch.Generator) -> None:
     leaves, _, _ = jumprelu_case((3,), 4, 15, torch.float64, generator)

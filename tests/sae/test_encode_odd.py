@@ -15,6 +15,7 @@ ACTIVATIONS = {
     "jumprelu": lambda threshold: gemm.JumpReLU(threshold, 0.5),
     "scalar": lambda threshold: gemm.JumpReLU(threshold[0], 0.5, ste_to_input=True),
     "topk": lambda threshold: gemm.TopK(5),
+    "abstopk": lambda threshold: gemm.AbsTopK(5),
     "batchtopk": lambda threshold: gemm.BatchTopK(5),
 }
 CALLS = [
@@ -74,11 +75,12 @@ def test_entries_and_gradients(
         assert rows.packed.source.shape == (m, n)
     exact = [None if t is None else t.detach().double().requires_grad_() for t in (x, W, b)]
     z = exact[0] @ exact[1] + (0 if exact[2] is None else exact[2])
-    if name in ("topk", "batchtopk"):
-        flat = z if name == "topk" else z.reshape(1, -1)
+    if name.endswith("topk"):
+        flat = z.reshape(1, -1) if name == "batchtopk" else z
+        kept = flat if name == "abstopk" else flat.relu()
         # Of equal ones those of lowest index.
-        order = torch.sort(flat.relu(), dim=1, descending=True, stable=True).indices[:, : 5 * m // len(flat)]
-        wanted = torch.where(torch.zeros_like(flat).scatter(1, order, 1) > 0, flat.relu(), 0).view(m, n)
+        order = torch.sort(kept.abs(), dim=1, descending=True, stable=True).indices[:, : 5 * m // len(flat)]
+        wanted = torch.where(torch.zeros_like(flat).scatter(1, order, 1) > 0, kept, 0).view(m, n)
     else:
         wanted = torch.where(z > (0 if name == "relu" else 1.5), z, 0)
     assert_exact(rows.to_dense(), wanted.detach())
@@ -99,7 +101,7 @@ def test_nan_stays_in_the_columns_there_are(name: str, dtype: torch.dtype, devic
     x[1, 2] = float("nan")
     rows = sae.encode(x, W, None, ACTIVATIONS[name](torch.full((7,), 5.0, device=device)))
     assert int(rows.indices.max()) <= 6 and int(rows.counts.max()) <= 7
-    assert rows.to_dense()[1].isnan().sum() == (5 if name == "topk" else 7)
+    assert rows.to_dense()[1].isnan().sum() == (5 if name in ("topk", "abstopk") else 7)
 
 
 @pytest.mark.kernels

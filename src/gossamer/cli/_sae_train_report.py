@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -46,11 +46,11 @@ def _own(record: dict[str, float], suffix: str) -> dict[str, float]:
 def render(title: str, found: list[Found]) -> str:
     """The whole page."""
     config = found[0].config
-    figures: list[tuple[str, Any]] = [
+    figures = (
         ("Explained variance and L0 by step", (("explained", "explained variance"), ("l0", "L0"))),
         ("Loss and dead latents by step", (("loss", "loss"), ("dead", "dead latents"))),
-    ]
-    drawn = [(name, svg(lambda figure, keys=keys: curves(figure, found, keys), 2.8)) for name, keys in figures]
+    )
+    drawn = [(name, svg(partial(curves, runs=found, keys=keys), 2.8)) for name, keys in figures]
     finished = [each for each in found if each.results]
     if finished:
         drawn.append(("How often latents fire, on rows held out", svg(lambda figure: _density(figure, finished), 2.8)))

@@ -160,7 +160,7 @@ def train(
 
     with _told("train"), steps_bar(console) as bar:
         where = resolve_device(device, "gossamer sae train")
-        values = {name: value if isinstance(value, tuple) else (value,) for name, value in set_fields(sweep).items()}
+        values = {name: [*value] if isinstance(value, tuple) else [value] for name, value in set_fields(sweep).items()}
         config = SAEConfig(
             kind=kind, d_sae=d_sae, l0=l0, lr=lr, seed=seed, options=set_fields(set_), sweep=values, steps=steps,
             batch=batch_size, buffer=buffer or 64 * batch_size,

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import needs_gradient
+from gossamer._core.ops import listened, needs_gradient
 from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.tracker import BlockTracker
+
+_OPEN: tuple[str | None, int] = None, 1
 
 
 class SparseBlock:
@@ -89,6 +91,35 @@ class SparseBlock:
         if self.method in ("fused", "dense") and needs_gradient(*operands):
             return None
         return run(self.operator, block, self.method, self.density, with_activity)
+
+    def settled(self, x: Tensor) -> str | None:
+        """The path of a call with x, without gradients and not compiled, that is neither counted nor observed; else
+        None. Where it is "dense" a module calls its layers itself, which costs nothing beside a module without this
+        block; `again` may compute the others; and where that is None, the block is called."""
+        tracker = self.density
+        path, every = tracker.settled.get((x.numel(), x.dtype, x.device), _OPEN)
+        # One function: in a model, where its code is no longer in the caches, each takes some microseconds.
+        if tracker.looked % every == 0 or self._method != "auto" or self.observer is not None:
+            return None
+        if tracker.rows.pinned is not None or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
+            return None
+        if path == "dense":
+            tracker.looked += 1
+            tracker.last_path = path
+        return path
+
+    def again(self, operands: tuple[Any, ...], activation: str) -> Tensor | None:
+        """The result of a "gather" call that `settled` names, by the launches of an earlier call on a GPU; None, and
+        nothing computed, where there was none. Operands are those of the operator, x `[M, K]`."""
+        if listened() or torch._C._is_any_autocast_enabled() or not operands[0].is_cuda:
+            return None
+        from gossamer.ffn._triton.sparse_ffn import again
+
+        out = again(operands, activation == "relu2")
+        if out is not None:
+            self.density.looked += 1
+            self.density.last_path = "gather"
+        return out
 
     def observe(self, block: Block) -> None:
         """Tells the observer of a call; not of one that a checkpoint repeats in a backward pass."""

@@ -131,6 +131,28 @@ class TopK:
 
 
 @dataclass(frozen=True, eq=False)
+class AbsTopK(TopK):
+    """Keeps the k largest |z| of each row, with their signs: latents may be below 0. Zeros are never kept, ties go to
+    the lowest index, and NaN counts as largest. For `sae.encode` alone.
+
+    Args:
+        k, scale: as in `TopK`.
+
+    Raises:
+        TypeError, ValueError: as `TopK`.
+
+    Source: "AbsTopK: Rethinking Sparse Autoencoders For Bidirectional Features", 2025.
+
+    >>> AbsTopK(32)
+    AbsTopK(k=32, scale=None)
+    """
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters("abstopk", self.k, scale=self.scale)
+
+
+@dataclass(frozen=True, eq=False)
 class BatchTopK(TopK):
     """Keeps the k * M largest z of all M rows together that are above 0: k a row on average, as rows need them.
 

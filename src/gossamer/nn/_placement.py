@@ -30,9 +30,9 @@ class Here:
         rows = sae.encode(x, W_enc, b_enc, **options)
         return rows, rows.l0
 
-    def decode(self, rows: Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
+    def decode(self, rows: Rows, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
         """The reconstruction `[..., d_out]`."""
-        return sae.decode(rows, W_dec, b_dec)
+        return sae.decode(rows, W_dec, b_dec, out_dtype=out_dtype)
 
     def estimate(self, rows: Rows, W_dec: Tensor) -> Tensor:
         """A product with a few columns of a decoder, of which a row holds half or less: sparse products are slower."""
@@ -81,8 +81,8 @@ class OnRanks(Here):
         rows = sae.encode(x, W_enc, b_enc, **options, group=self._whole_group)
         return rows, add_parts(rows.l0, self.group)
 
-    def decode(self, rows: Rows, W_dec: Tensor, b_dec: Tensor) -> Tensor:
-        return sae.decode(rows, W_dec, b_dec, group=self._whole_group)
+    def decode(self, rows: Rows, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None = None) -> Tensor:
+        return sae.decode(rows, W_dec, b_dec, out_dtype=out_dtype, group=self._whole_group)
 
     def estimate(self, rows: Rows, W_dec: Tensor) -> Tensor:
         return sae.decode(rows, W_dec, group=self._whole_group)

@@ -15,7 +15,7 @@ from gossamer.nn import _recipe
 from gossamer.nn._placement import DIMENSION, OnRanks, as_bytes, like, slice_of, tensors_of
 from gossamer.nn.gated import GatedSAE
 from gossamer.nn.jumprelu import JumpReLUSAE
-from gossamer.nn.matryoshka import Nested
+from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, SparseAutoencoder, TopKSAE
 from gossamer.nn.standard import StandardSAE
 from gossamer.nn.transcoder import Transcoder
@@ -24,7 +24,7 @@ from gossamer.sae.sharded import check_group, sum_over
 _WHOLE = ("b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering")
 """Tensors that every rank holds whole."""
 
-_SPREAD = (TopKSAE, BatchTopKSAE, JumpReLUSAE, StandardSAE, GatedSAE, Transcoder)
+_SPREAD = (TopKSAE, BatchTopKSAE, MatryoshkaSAE, MatryoshkaBatchTopKSAE, JumpReLUSAE, StandardSAE, GatedSAE, Transcoder)
 """The classes whose latents may be spread."""
 
 Kind = TypeVar("Kind", bound=SparseAutoencoder)
@@ -39,9 +39,8 @@ def shard_sae(model: Kind, group: Any = None) -> Kind:
     up over the ranks. `model.gathered()` is the whole again.
 
     Args:
-        model: `TopKSAE`, `BatchTopKSAE`, `JumpReLUSAE`, `StandardSAE`, `GatedSAE` or `Transcoder`, the same on all
-            ranks: from one seed, or one file. It is not changed; on the CPU it may be larger than a GPU, and the slice
-            is moved there with `.to(device)`.
+        model: an autoencoder of `gossamer.nn`, the same on all ranks: from one seed, or one file. It is not changed; on
+            the CPU it may be larger than a GPU, and the slice is moved there with `.to(device)`.
         group: a `torch.distributed` process group; None is all processes.
 
     Returns:
@@ -50,7 +49,7 @@ def shard_sae(model: Kind, group: Any = None) -> Kind:
         Rank r of W holds the latents from r * d_sae // W to (r + 1) * d_sae // W.
 
     Raises:
-        TypeError: another module, one with nested widths too, which would each lie on some ranks alone.
+        TypeError: another module.
         ValueError: no process group, or fewer latents than ranks.
         NotImplementedError: a tensor in the model that this function does not know how to spread.
 
@@ -64,10 +63,8 @@ def shard_sae(model: Kind, group: Any = None) -> Kind:
     operator = "nn.shard_sae"
     if type(model) not in _SPREAD:
         names = ", ".join(kind.__name__ for kind in _SPREAD[:-1])
-        way = " Use nn.data_parallel_sae for it." if isinstance(model, Nested) else ""
         raise TypeError(
-            f"{operator}: model must be a {names} or {_SPREAD[-1].__name__} of gossamer.nn, got "
-            f"{type(model).__name__}.{way}"
+            f"{operator}: model must be a {names} or {_SPREAD[-1].__name__} of gossamer.nn, got {type(model).__name__}."
         )
     if model.sharded:
         raise TypeError(f"{operator}: model must be whole, got one that nn.shard_sae made. Give model.gathered().")

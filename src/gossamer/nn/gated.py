@@ -25,7 +25,7 @@ class GatedSAE(Penalised):
 
     Args:
         d_in, d_sae, dead_after, dtype, device: as in `StandardSAE`.
-        l1_coefficient: as in `StandardSAE`.
+        l1_coefficient: as in `StandardSAE`, but None is 1.5.
 
     Raises:
         ValueError, TypeError: as `StandardSAE`.
@@ -43,18 +43,10 @@ class GatedSAE(Penalised):
     b_mag: torch.nn.Parameter
     r_mag: torch.nn.Parameter
 
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        *,
-        l1_coefficient: float = 1.5,
-        dead_after: int = 2500,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(d_in, d_sae, dtype, device)
-        self._start(l1_coefficient, dead_after)
+    usual_l1_coefficient = 1.5
+
+    def __init__(self, d_in: int, d_sae: int, **options: Any) -> None:
+        super().__init__(d_in, d_sae, **options)
         self.b_gate = self._parameters.pop("b_enc")  # type: ignore[assignment]
         self.b_mag, self.r_mag = (torch.nn.Parameter(torch.zeros_like(self.b_gate)) for _ in range(2))
 

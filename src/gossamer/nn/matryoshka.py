@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gossamer import sae
 from gossamer._core import checks
 from gossamer.nn.sae import BatchTopKSAE, Reviving, TopKSAE, mean
 from gossamer.rowsparse import Rows
@@ -52,14 +51,18 @@ class Nested(Reviving):
 
         Args:
             rows: latents `(..., d_sae)`, as `encode` returns them. A container that may have overflowed, as in
-                evaluation mode, is completed first, which waits for the device once.
+                evaluation mode, or of a batch's selection over ranks (`shard_sae`), is completed first, which waits for
+                the device once.
         """
         if isinstance(rows, Tensor):
             sizes = [wide - narrow for narrow, wide in pairwise((0, *self.widths))]
             pieces = zip(rows.split(sizes, -1), self.W_dec.split(sizes))
             parts = [decode_dense(acts, W_dec, None) for acts, W_dec in pieces]
         else:
-            parts = [*sae.decode(_by_width(rows.complete(), self.widths), self.W_dec, out_dtype=self._wide).unbind()]
+            here = self.latents
+            widths = [min(max(width - here.start, 0), len(here)) for width in self.widths]
+            found = self._placement.decode(by_width(rows.complete(), widths), self.W_dec, None, self._wide)
+            parts = [*found.unbind()]
         return list(accumulate([parts[0] + self.b_dec, *parts[1:]]))
 
     def _terms(self, x: Tensor, target: Tensor, rows: Any, l0: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -129,15 +132,18 @@ class MatryoshkaBatchTopKSAE(Nested, BatchTopKSAE):
     """
 
 
-def _by_width(rows: Rows, widths: tuple[int, ...]) -> Rows:
+def by_width(rows: Rows, widths: Sequence[int]) -> Rows:
     """`(W, ..., N)`: of each row the entries from one width to the next. They lie side by side, because columns ascend
     in a row, so that the buffers stay as they are."""
     values, indices, (starts, counts), _ = rows.packed
-    ends = [counts]
-    for width in reversed(widths[:-1]):
+    ends = []
+    for width in widths:
+        if width == rows.num_columns:
+            ends.append(counts)
+            continue
         # Of all slots before each one, those with a column below the width.
         before = torch.nn.functional.pad((indices < width).cumsum(0), (1, 0))
-        ends.insert(0, before[starts + counts] - before[starts])
+        ends.append(before[starts + counts] - before[starts])
     begins = [torch.zeros_like(counts), *ends[:-1]]
     cut = [torch.cat([starts + begin for begin in begins]), torch.cat([b - a for a, b in zip(begins, ends)])]
     return unchecked(values, indices, torch.stack(cut), (len(widths), *rows.shape))

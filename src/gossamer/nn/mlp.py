@@ -1,5 +1,6 @@
 """Feed-forward blocks of transformers, with Hugging Face's parameter names."""
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -51,6 +52,12 @@ class _Sparse(nn.Module):
     def last_path(self) -> str | None:
         """The path of the last call, by its name in `ffn.gated`; None before the first call without gradients."""
         return self.sparse_block.last_path
+
+    def _leaves(self, x: Tensor) -> bool:
+        """Whether the layers, called one after the other, are all that x needs now."""
+        if self.l1 or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+            return False
+        return self.sparse_block.settled(x) == "dense"
 
     def _sparse(
         self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear, recompute: bool = False
@@ -138,7 +145,8 @@ class GatedMLP(_Sparse):
         # Attributes of a module that are modules are slow to get.
         layers: Any = self._modules
         gate, up, down = layers["gate_proj"], layers["up_proj"], layers["down_proj"]
-        if of_parts(self, _GATED, lambda: why_called(gate_proj=gate, up_proj=up, down_proj=down)) is not None:
+        why = partial(why_called, gate_proj=gate, up_proj=up, down_proj=down)
+        if self._leaves(x) or of_parts(self, _GATED, why) is not None:
             return self._layer_by_layer(x, gate, up, down)
         checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
         out = self._sparse(x, gate, up, down, self.recompute)
@@ -199,7 +207,7 @@ class MLP(_Sparse):
         layers: Any = self._modules
         up, down = layers["up_proj"], layers["down_proj"]
         out = None
-        if of_parts(self, _PLAIN, lambda: why_called(up_proj=up, down_proj=down)) is None:
+        if not self._leaves(x) and of_parts(self, _PLAIN, lambda: why_called(up_proj=up, down_proj=down)) is None:
             checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
             out = self._sparse(x, up, None, down)
         return self._layer_by_layer(x, up, None, down) if out is None else out

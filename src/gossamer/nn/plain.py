@@ -14,7 +14,8 @@ from torch.nn.modules.module import _has_any_global_hook
 from gossamer._core import autocast, checks
 
 Found = TypeVar("Found")
-_KEPT = "_gossamer_parts"
+KEPT = "_gossamer_parts"
+"""The name in a module's dictionary of the answer that `of_parts` keeps, whose `found` may no longer hold."""
 _GLOBAL_HOOKS = [_nn._global_forward_hooks, _nn._global_forward_pre_hooks]
 _GLOBAL_HOOKS += [_nn._global_backward_hooks, _nn._global_backward_pre_hooks]
 # torch.export traces with parameters that are FakeTensors; those of a subclass stay of that subclass.
@@ -43,17 +44,17 @@ def of_parts(module: nn.Module, names: tuple[str, ...], find: Callable[[], Found
     no value. The module keeps the one result until one of these changes; copies and pickles find anew."""
     if torch.compiler.is_compiling():
         return find()
-    kept: _Kept[Found] | None = module.__dict__.get(_KEPT)
+    kept: _Kept[Found] | None = module.__dict__.get(KEPT)
     if kept is not None and kept.holds(module):
         return kept.found
     kept = _Kept(module, names, find())
     # A hook may go without a trace.
-    module.__dict__[_KEPT] = kept if kept.holds(module) else None
+    module.__dict__[KEPT] = kept if kept.holds(module) else None
     return kept.found
 
 
 def forget_parts(module: nn.Module) -> None:
-    module.__dict__.pop(_KEPT, None)
+    module.__dict__.pop(KEPT, None)
 
 
 class _Kept(Generic[Found]):

@@ -13,9 +13,21 @@ from gossamer.rowsparse import Rows, matmul
 class Penalised(SparseAutoencoder):
     """The base of autoencoders with an L1 penalty: their settings, and the penalty."""
 
-    l1_coefficient: float
+    usual_l1_coefficient: float
 
-    def _start(self, l1_coefficient: float, dead_after: int) -> None:
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        *,
+        l1_coefficient: float | None = None,
+        dead_after: int = 2500,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(d_in, d_sae, dtype, device)
+        if l1_coefficient is None:
+            l1_coefficient = self.usual_l1_coefficient
         operator = f"nn.{type(self).__name__}"
         checks.number(operator, "l1_coefficient", l1_coefficient, "0 leaves the penalty out.", zero=True)
         checks.positive(operator, "dead_after", dead_after, "It is a number of calls of encode.")
@@ -51,7 +63,7 @@ class StandardSAE(Penalised):
         d_in: size of the vectors to encode.
         d_sae: number of latents.
         l1_coefficient: weight of the penalty, where the squared error is summed over d_in. It has the unit of x: for 10
-            times x take 10 times as much. The default is for rows whose features have a length of about 1.
+            times x take 10 times as much. None is 0.6, for rows whose features have a length of about 1.
         dead_after: for how many calls of `encode` in training a latent is silent before `dead()` names it.
         dtype: of the weights; None takes PyTorch's default.
         device: of the parameters.
@@ -70,18 +82,7 @@ class StandardSAE(Penalised):
     >>> StandardSAE(4, 16).loss(torch.randn(32, 4)).loss.backward()
     """
 
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        *,
-        l1_coefficient: float = 0.6,
-        dead_after: int = 2500,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(d_in, d_sae, dtype, device)
-        self._start(l1_coefficient, dead_after)
+    usual_l1_coefficient = 0.6
 
     def _options(self) -> dict[str, Any]:
         return {"activation": "relu", "b_dec": self.b_dec}

@@ -11,7 +11,7 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.gemm import linear_pack
-from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
+from gossamer.gemm.activations import AbsTopK, Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.dense_transpose import dense_transpose
@@ -24,10 +24,10 @@ from gossamer.rowsparse.records import DenseTranspose, Matmul, TransposeKeys
 from gossamer.rowsparse.rows import unchecked
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import encode as _cpu
-from gossamer.sae.encode_path import Path, choose_path, named, row_stride
+from gossamer.sae.encode_path import RANKED, Path, choose_path, named, row_stride
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
-ACTIVATIONS = (ReLU, JumpReLU, TopK, BatchTopK)
+ACTIVATIONS = (ReLU, JumpReLU, TopK, AbsTopK, BatchTopK)
 _checked: Checked[tuple[int | None, Path]] = Checked()
 """Of each kind of call, the slots per row by a threshold, and the path without gradients."""
 
@@ -52,7 +52,8 @@ def encode(
         b_enc: `[d_sae]`, added in float32, or None.
         activation: `"relu"` or `gemm.ReLU()` keeps z > 0; `gemm.JumpReLU(threshold)` keeps z > threshold, and with a
             bandwidth gives the threshold a gradient; `gemm.TopK(k)` keeps the k largest of each row, and
-            `gemm.BatchTopK(k)` the k * M largest of all M rows together. An element that is not above 0 is never kept.
+            `gemm.BatchTopK(k)` the k * M largest of all M rows together. An element that is not above 0 is never kept,
+            but by `gemm.AbsTopK(k)`, which keeps the k of each row that are farthest from 0.
         b_dec: `[d_in]`, subtracted from x in float32, or None.
         capacity: slots per row for ReLU and JumpReLU, as in `rowsparse.pack`. A row with more entries stays exact: the
             container keeps its dense activation, or the operands of the product, W_enc, b_enc and threshold, which must
@@ -62,11 +63,11 @@ def encode(
         group: None, or a `torch.distributed` process group over whose ranks the latents are spread: see below.
 
     Returns:
-        `Rows` of shape `(..., d_sae)` with positive values (and zeros in the window of a JumpReLU) sorted by column,
-        without a host sync. Differentiable in x, W_enc, b_enc, b_dec and, with a bandwidth, in threshold: with r the
-        rectangle |z - threshold| < bandwidth / 2, d value / d threshold = -threshold / bandwidth where r. `rows.l0` has
-        the L0 of each row; with a bandwidth it has a gradient for the threshold, -1 / bandwidth where r, and with
-        `ste_to_input` the opposite one for z.
+        `Rows` of shape `(..., d_sae)` with positive values (zeros too in the window of a JumpReLU, and negative ones of
+        AbsTopK) sorted by column, without a host sync. Differentiable in x, W_enc, b_enc, b_dec and, with a bandwidth,
+        in threshold: with r the rectangle |z - threshold| < bandwidth / 2, d value / d threshold = -threshold /
+        bandwidth where r. `rows.l0` has the L0 of each row; with a bandwidth it has a gradient for the threshold, -1 /
+        bandwidth where r, and with `ste_to_input` the opposite one for z.
 
     With a group each rank gives its slice of W_enc, b_enc, threshold and scale, `[..., d_sae_r]`, and gets its own
     latents, whose columns and `l0` count within the slice. Ranks in order hold consecutive latents, not always as many;
@@ -197,7 +198,7 @@ def check_capacity(operator: str, activation: Parameters, capacity: int | str | 
     """Slots per row by a threshold, None for as many as there are entries and for TopK and BatchTopK."""
     if activation.k > d_sae:
         raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {activation.k}.")
-    if activation.name in ("topk", "batchtopk"):
+    if activation.name in RANKED:
         if capacity is not None:
             raise ValueError(
                 f"{operator}: capacity belongs to the other activations, got {capacity!r} for one that keeps k entries "
@@ -210,7 +211,7 @@ def check_capacity(operator: str, activation: Parameters, capacity: int | str | 
 def _fake(call: SaeEncode) -> tuple[Tensor, ...]:
     weight, (m, n), capacity = call.weight, (call.x.shape[0], call.weight.shape[1]), call.capacity
     room: Any
-    if call.activation in ("topk", "batchtopk"):
+    if call.activation in RANKED:
         room, keeps = m * call.k, False
     elif capacity is None:
         room, keeps = torch.library.get_ctx().new_dynamic_size(), False

@@ -11,6 +11,8 @@ from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.gemm.linear_pack_path import SLOTS, TILE
 
+RANKED = ("topk", "abstopk", "batchtopk")
+"""Activations that keep a number of entries."""
 Path = Literal["torch", "tiles", "list", "bound", "topk", "batch"]
 operator.PATHS["sae.encode"] = {
     "tiles": "ReLU or JumpReLU without gradients on Hopper, 16 bits, from 512 rows and 2^25 pre-activations on, and a "
@@ -18,7 +20,7 @@ operator.PATHS["sae.encode"] = {
     "list": "all other calls with ReLU or JumpReLU: a product, and one pass that lists entries",
     "bound": "TopK of many rows on Hopper: the product packs entries above a bound of each row, and the k largest are "
     "selected from them",
-    "topk": "all other calls with TopK: a product, and a selection in each row",
+    "topk": "all other calls with TopK, and AbsTopK: a product, and a selection in each row",
     "batch": "BatchTopK: a product, and a selection among all rows",
 }
 
@@ -30,8 +32,8 @@ def choose_path(activation: str, m: int, k: int, weight: Tensor, capacity: int |
     """How x `[m, d_in]` is encoded with a weight `[d_in, d_sae]`; the table in docs/sae.md has the same rules.
 
     Args:
-        activation: "relu", "jumprelu", "topk" or "batchtopk".
-        k: of the last two.
+        activation: "relu", "jumprelu", "topk", "abstopk" or "batchtopk".
+        k: of the last three.
         capacity: slots per row by a threshold, of a call without gradients; None for other calls.
     """
     by_threshold = activation in ("relu", "jumprelu")
@@ -45,7 +47,7 @@ def choose_path(activation: str, m: int, k: int, weight: Tensor, capacity: int |
         return "list"
     if activation == "batchtopk":
         return "batch"
-    return "bound" if has_bound(m, k, weight) else "topk"
+    return "bound" if activation == "topk" and has_bound(m, k, weight) else "topk"
 
 
 def packs_in_product(m: int, weight: Tensor) -> bool:

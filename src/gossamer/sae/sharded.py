@@ -58,7 +58,7 @@ def encode_sharded(
             return _batch_topk(x, W_enc, b_enc, activation, b_dec, group)
         k, n = activation.k, W_enc.shape[1]
         # A rank without latents has nothing to choose from, and takes part all the same.
-        own = TopK(min(k, n), activation.scale) if n else "relu"
+        own = type(activation)(min(k, n), activation.scale) if n else "relu"
         rows = run(operator, x, W_enc, b_enc, own, b_dec, None)
         return _keep_largest(rows, min(k, n), k, activation.scale if n else None, group)
     if isinstance(activation, JumpReLU) and activation.threshold.dim() == 0:
@@ -159,7 +159,7 @@ def _keep_largest(rows: Rows, slots: int, k: int, scale: Tensor | None, group: A
     m = rows.num_rows
     with torch.no_grad():
         values, indices = (part[: m * slots].view(m, slots) for part in rows.packed[:2])
-        ranked = values.detach()
+        ranked = values.detach().abs()
         if scale is not None and slots:
             ranked = (ranked * scale[indices.clamp(min=0)]).to(ranked.dtype)
         held = torch.arange(slots, device=rows.device) < rows.counts[:, None]

@@ -6,7 +6,7 @@ import copy
 import itertools
 import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -194,7 +194,7 @@ class SAERun(Resumable):
         self.held_out = torch.cat(held)
         self.config = replace(self.config, source=checksum(self.held_out))
         made = config.make(self.held_out.shape[1])
-        self.models = torch.nn.ModuleList(model for model, _ in made).to(self.device)
+        self.models: Any = torch.nn.ModuleList(model for model, _ in made).to(self.device)
         self.models.register_buffer("scale", torch.ones((), device=self.device))
         groups = [{"params": [*model.parameters()], "lr": lr, "highest": lr} for model, lr in made]
         self.optimizer = torch.optim.Adam(groups, fused=True)
@@ -215,8 +215,8 @@ class SAERun(Resumable):
         steps = config.steps
         if length is None and steps is None:
             raise ValueError("train: steps must be given for a source that does not know its length.")
-        self._epoch = steps if length is None else (length - held) // batch
-        if not self._epoch or self._epoch < 1:
+        self._epoch: int = steps if length is None else (length - held) // batch  # type: ignore[assignment]
+        if self._epoch < 1:
             raise ValueError(
                 f"train: source must have a batch of {batch} rows beside {held} for evaluation, got {length} rows. "
                 "Give a smaller batch."
@@ -313,7 +313,7 @@ class SAERun(Resumable):
             # A checkpoint does not hold the counts of the last calls: a run that is loaded here begins without, too.
             model.density.forget()
 
-    def _batches(self) -> Iterator[Tensor]:
+    def _batches(self) -> Generator[Tensor]:
         """The batches from the next step on, on their way to the device."""
         skipped = self.step % self._epoch * self.config.batch % self.config.buffer
         with closing(ahead(self._blocks(), torch.device("cpu"))) as blocks:
@@ -322,7 +322,7 @@ class SAERun(Resumable):
                     yield x.to(self.device, non_blocking=True)
                 skipped = 0
 
-    def _blocks(self) -> Iterator[Tensor]:
+    def _blocks(self) -> Generator[Tensor]:
         """Blocks of shuffled rows, from that of the next step to that of the last."""
         batch, d_in, per = self.config.batch, self.held_out.shape[1], self.config.buffer // self.config.batch
         step = self.step

@@ -57,10 +57,10 @@ def call_of(operands: Sequence[Tensor | None], *options: Hashable) -> Call:
             pointers.append(None)
         else:
             pointer = t.data_ptr()
-            found.append((t.shape, t.stride(), t.dtype))
+            found.append((t.shape, t.stride(), t.dtype, t.get_device()))
             pointers.append(pointer)
             united |= pointer
-    return Call((options, operands[0].get_device(), tuning.tf32(), tuple(found)), pointers, united)  # type: ignore[union-attr]
+    return Call((options, tuning.tf32(), tuple(found)), pointers, united)
 
 
 def repeat(call: Call, operands: Sequence[Tensor | None], results: Sequence[Tensor]) -> bool:

@@ -28,7 +28,6 @@ from gossamer._core import autocast
 from gossamer.ffn import BlockTracker
 from gossamer.nn.plain import of_parts
 from gossamer.rowsparse.pack import default_capacity
-from gossamer.sae import decode_path
 from gossamer.sae.encode_dense import choose_path
 
 try:
@@ -46,6 +45,7 @@ except ImportError as error:
     ) from error
 
 from gossamer.integrations.sae_lens import _training
+from gossamer.integrations.sae_lens._direct import DIRECT, is_small, remember
 from gossamer.integrations.sae_lens._latents import Latents
 
 __all__ = ["patch", "unpatch"]
@@ -99,10 +99,10 @@ def patch(sae: SAE[Any], *, check: Tensor | None = None) -> Report:
     """Replaces the methods by which an SAE of SAELens computes, for inference or in training; `unpatch` undoes it.
 
     Args:
-        sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, or a TopK, BatchTopK or JumpReLU SAE
-            for training, of any float dtype and device. Methods that another architecture has of its own are left, and
-            the report says so. Moving it (`to`), folding norms, saving, hooks, `use_error_term` and SAELens's trainer
-            work as before.
+        sae: standard, gated, JumpReLU or TopK SAE, transcoder or skip transcoder, or a standard, gated, JumpReLU, TopK,
+            BatchTopK or Matryoshka SAE for training, of any float dtype and device. Methods that another architecture
+            has of its own are left, and the report says so. Moving it (`to`), folding norms, saving, hooks,
+            `use_error_term` and SAELens's trainer work as before.
         check: `[..., d_in]` activations to run before and after, without the error term, or None.
 
     Returns:
@@ -205,6 +205,7 @@ def unpatch(sae: SAE[Any]) -> None:
         if getattr(sae.__dict__.get(name), "__func__", None) is function:
             del sae.__dict__[name]
     del sae.__dict__["_gossamer"]
+    sae.__dict__.pop(DIRECT, None)
 
 
 class _State(threading.local):
@@ -214,8 +215,7 @@ class _State(threading.local):
     hands out packed latents; any other one, such as a hook's, gets a dense tensor. The second `encode` of a pass takes
     the path of the first: SAELens removes hooks for it, and dense and packed latents differ by rounding.
 
-    Paths are those of `choose_path`, `"theirs"` where a hook listens to the latents, and `"small"` where every product
-    is so small that the class's own methods are the fastest.
+    Paths are those of `choose_path`, and `"theirs"` where a hook listens to the latents.
     """
 
     def __init__(self, report: Report) -> None:
@@ -296,8 +296,8 @@ def _bind(sae: SAE[Any], density: rowsparse.DensityTracker) -> Report:
         }
         if training:
             methods["training_forward_pass"] = _training.training_forward_pass
-            for method, (original, ours) in _training.METHODS.items():
-                if getattr(kind, method, None) is original:
+            for method, (originals, ours) in _training.METHODS.items():
+                if getattr(kind, method, None) in originals:
                     methods[method] = ours
                     accelerated[method] = "reads the entries, and of pre-activations the columns of dead latents"
         sae.__dict__.update({method: MethodType(function, sae) for method, function in methods.items()})
@@ -337,36 +337,19 @@ def _listened(hook: Any) -> bool:
 
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
-    state = self._gossamer
-    if args and _is_small(self, args[0], "W_enc"):
-        before, state.path, state.turns = (state.path, state.turns), "small", ()
-        try:
-            return type(self).forward(self, *args, **kwargs)
-        finally:
-            state.path, state.turns = before
-    with state.running(1 + bool(self.use_error_term)):
-        out: Tensor = type(self).forward(self, *args, **kwargs)
+    own = self.__dict__
+    direct = own.get(DIRECT)
+    if direct is not None and len(args) == 1 and not kwargs and direct.serves(own, args[0]):
+        # By the class's functions: no step but this one passes through the patch.
+        return self.hook_sae_output(direct.decode(self, direct.encode(self, args[0])))
+    state, kind = self._gossamer, type(self)
+    small = bool(args) and is_small(self, args[0], "W_enc")
+    if small:
+        remember(self, args[0], state.report.density)
+    with state.running(0 if small else 1 + bool(self.use_error_term)):
+        out: Tensor = kind.forward(self, *args, **kwargs)
         state.record(self.W_dec.shape[0])
     return out
-
-
-def _is_small(self: Any, x: Tensor, name: str) -> bool:
-    """Whether the plain product of latents takes hardly longer than a launch, for the rows of x, which is multiplied
-    with the parameter `name`; and no path is pinned."""
-    state, parameters = self._gossamer, self._parameters
-    weight, W_dec = parameters.get(name), parameters.get("W_dec")
-    # A graph would be compiled anew for each number of rows.
-    if weight is None or W_dec is None or state.tracker.rows.pinned is not None or torch.compiler.is_compiling():
-        return False
-    rows = x.numel() // max(weight.shape[0], 1)
-    key = rows, W_dec.shape, W_dec.dtype, W_dec.device
-    found: bool | None = state.small.get(key)
-    if found is None:
-        if len(state.small) >= _MOST:
-            state.small.clear()
-        found = decode_path.choose_path(rows, W_dec.shape[0], W_dec.shape[1], W_dec) == "dense"
-        state.small[key] = found
-    return found
 
 
 def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
@@ -408,15 +391,13 @@ def _path(self: Any, x: Tensor) -> str:
     """The path of the encode that begins: the faster one within a pass whose latents nobody listens to."""
     state = self._gossamer
     if not state.is_turn_of("encode"):
-        return "small" if state.path == "small" else "theirs"
+        return "theirs"
     if state.path is None:
         heard = of_parts(self, _PARTS, lambda: any(_listened(getattr(self, name)) for name in _PARTS))
         state.path = "theirs" if heard or _why_not_packed(self) is not None else _faster(self, x)
     return state.path
 
 
-_MOST = 256
-"""Numbers of rows whose size is kept."""
 _PARTS = ("hook_sae_acts_pre", "hook_sae_acts_post", "activation_fn")
 
 
@@ -493,8 +474,8 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
     if isinstance(feature_acts, Tensor):
         # Somebody else may hold latents that need a gradient, and ask for that of every latent, as an attribution does.
         held = feature_acts.requires_grad and torch.is_grad_enabled()
-        theirs = self._gossamer.path in ("dense", "small") or feature_acts.is_sparse or held
-        if theirs or _is_small(self, feature_acts, "W_dec"):
+        theirs = self._gossamer.path == "dense" or feature_acts.is_sparse or held
+        if theirs or is_small(self, feature_acts, "W_dec"):
             out: Tensor = type(self).decode(self, feature_acts)
             self._gossamer.is_turn_of("decode")
             return out

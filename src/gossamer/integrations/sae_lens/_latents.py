@@ -191,6 +191,7 @@ class HiddenPre(Lazy):
         x: `[..., d_in]`, the encoder's operand once b_dec is subtracted.
         b_dec: `[d_in]`, or None where it is not subtracted.
         scaled: whether they are multiplied with the norms of the decoder's rows.
+        encoder: the weight `[d_in, d_sae]` and the bias `[d_sae]`; None are W_enc and b_enc.
     """
 
     sae: Any
@@ -198,8 +199,16 @@ class HiddenPre(Lazy):
     b_dec: Tensor | None
 
     @staticmethod
-    def __new__(cls, sae: Any, x: Tensor, b_dec: Tensor | None, scaled: bool) -> Any:
-        operands = [sae.W_enc, sae.b_enc, sae.W_dec, sae.b_dec]
+    def __new__(
+        cls,
+        sae: Any,
+        x: Tensor,
+        b_dec: Tensor | None,
+        scaled: bool,
+        encoder: tuple[Tensor, Tensor] | None = None,
+    ) -> Any:
+        weight, bias = encoder or (sae.W_enc, sae.b_enc)
+        operands = [weight, bias, sae.W_dec, sae.b_dec]
         if not x.is_inference():
             operands.append(x)
         versions = [version_of(operand) for operand in operands]
@@ -211,12 +220,12 @@ class HiddenPre(Lazy):
                     "it follows from have been changed since. Read it before optimizer.step() and before the next "
                     "batch takes the place of this one, or unpatch the SAE."
                 )
-            pre = hidden._inner() @ sae.W_enc + sae.b_enc
+            pre = hidden._inner() @ weight + bias
             return pre * sae.W_dec.norm(dim=-1) if scaled else pre
 
         # Products without elements show the dtype by autocast and promotion.
         with torch.no_grad():
-            empty = x.new_empty(0, 1) @ sae.W_enc[:1, :1] + sae.b_enc[:1]
+            empty = x.new_empty(0, 1) @ weight[:1, :1] + bias[:1]
             dtype = (empty * sae.W_dec[:1, :0].norm(dim=-1)).dtype if scaled else empty.dtype
         needed = torch.is_grad_enabled() and any(t.requires_grad for t in (x, *operands))
         hidden = Lazy.__new__(cls, make, (*x.shape[:-1], sae.W_enc.shape[1]), dtype, x.device, needed)

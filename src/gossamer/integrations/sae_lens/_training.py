@@ -2,27 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from sae_lens.saes.batchtopk_sae import BatchTopK, BatchTopKTrainingSAE
+from sae_lens.saes.gated_sae import GatedTrainingSAE
 from sae_lens.saes.jumprelu_sae import JumpReLUTrainingSAE
+from sae_lens.saes.matryoshka_batchtopk_sae import MatryoshkaBatchTopKTrainingSAE
 from sae_lens.saes.sae import SAE, TrainingSAE, TrainStepInput
+from sae_lens.saes.standard_sae import StandardTrainingSAE
 from sae_lens.saes.topk_sae import TopK, TopKTrainingSAE
 from torch import Tensor
 
 from gossamer import gemm
 from gossamer import sae as operators
 from gossamer.integrations.sae_lens._latents import HiddenPre, Latents, Lazy
+from gossamer.nn.matryoshka import by_width
+from gossamer.rowsparse import Rows, matmul
 from gossamer.sae.smallest import smallest
 
 FORWARD_PASSES = (
     TrainingSAE.training_forward_pass,
     BatchTopKTrainingSAE.training_forward_pass,
     JumpReLUTrainingSAE.training_forward_pass,
+    MatryoshkaBatchTopKTrainingSAE.training_forward_pass,
 )
-AUX_LOSSES = (TopKTrainingSAE.calculate_aux_loss, JumpReLUTrainingSAE.calculate_aux_loss)
+AUX_LOSSES = tuple(
+    kind.calculate_aux_loss
+    for kind in (
+        TopKTrainingSAE,
+        JumpReLUTrainingSAE,
+        MatryoshkaBatchTopKTrainingSAE,
+        StandardTrainingSAE,
+        GatedTrainingSAE,
+    )
+)
 
 
 def why_not_packed(sae: Any) -> str | None:
@@ -41,6 +56,13 @@ def why_not_packed(sae: Any) -> str | None:
             return f"its activation is {type(sae.activation_fn).__name__}, not TopK or BatchTopK"
         if sae.activation_fn.k != int(sae.activation_fn.k):
             return f"k = {sae.activation_fn.k} is no whole number"
+        if getattr(sae.cfg, "use_matryoshka_aux_loss", False):
+            return "use_matryoshka_aux_loss reads the pre-activations of all latents"
+    elif kind.encode_with_hidden_pre is not JumpReLUTrainingSAE.encode_with_hidden_pre:
+        if not isinstance(sae.activation_fn, torch.nn.ReLU):
+            return f"its activation is {type(sae.activation_fn).__name__}, not ReLU"
+        if getattr(sae.cfg, "lp_norm", 1) != 1:
+            return f"its penalty is an L{sae.cfg.lp_norm:g} norm, not L1"
     elif sae.cfg.jumprelu_sparsity_loss_mode not in ("step", "quadratic", "tanh"):
         return f"its {sae.cfg.jumprelu_sparsity_loss_mode} penalty is unknown"
     return None
@@ -107,9 +129,28 @@ def _encode_jumprelu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latent
     return Latents(rows, rows.l0, hidden_pre.dtype), hidden_pre
 
 
+def _encode_relu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
+    hidden_pre = HiddenPre(self, x, b_dec, False)
+    rows = operators.encode(x, self.W_enc, self.b_enc, b_dec=b_dec)
+    return Latents(rows, rows.l0, hidden_pre.dtype), hidden_pre
+
+
+def _encode_gated(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
+    # An open gate is a magnitude above a threshold, as in nn.GatedSAE.
+    factor = self.r_mag.exp()
+    encoder = self.W_enc * factor, self.b_mag
+    threshold = (self.b_mag - factor * self.b_gate).detach()
+    hidden_pre = HiddenPre(self, x, b_dec, False, encoder)
+    activation = gemm.JumpReLU(threshold.to(torch.promote_types(threshold.dtype, torch.float32)))
+    rows = operators.encode(x, *encoder, activation, b_dec=b_dec)
+    return Latents(rows, rows.l0, hidden_pre.dtype), hidden_pre
+
+
 ENCODERS: dict[Callable[..., Any], Callable[[Any, Tensor, Tensor | None], tuple[Latents, HiddenPre]]] = {
     TopKTrainingSAE.encode_with_hidden_pre: _encode_topk,
     JumpReLUTrainingSAE.encode_with_hidden_pre: _encode_jumprelu,
+    StandardTrainingSAE.encode_with_hidden_pre: _encode_relu,
+    GatedTrainingSAE.encode_with_hidden_pre: _encode_gated,
 }
 
 
@@ -152,10 +193,37 @@ def _aligned(dead: Tensor) -> tuple[Tensor, Tensor]:
 def calculate_aux_loss(
     self: Any, step_input: TrainStepInput, feature_acts: Tensor, hidden_pre: Tensor, sae_out: Tensor
 ) -> Any:
-    """SAELens's of JumpReLU, from the entries and the L0 that encode has counted."""
+    """SAELens's, from the entries and the L0 that encode has counted."""
+    kind = type(self)
     if not isinstance(feature_acts, Latents) or not feature_acts.packed or not isinstance(hidden_pre, HiddenPre):
         dense = [t.dense() if isinstance(t, Lazy) else t for t in (feature_acts, hidden_pre)]
-        return type(self).calculate_aux_loss(self, step_input, *dense, sae_out)
+        return kind.calculate_aux_loss(self, step_input, *dense, sae_out)
+    return _AUX_LOSSES[kind.calculate_aux_loss](self, step_input, feature_acts, hidden_pre, sae_out)
+
+
+def _l1(self: Any, step_input: TrainStepInput, rows: Rows) -> Tensor:
+    norms = self.W_dec.norm(dim=1)[:, None].to(rows.dtype)
+    return (step_input.coefficients["l1"] * matmul(rows, norms)).mean()
+
+
+def _standard_aux_loss(
+    self: Any, step_input: TrainStepInput, latents: Latents, hidden_pre: Tensor, sae_out: Tensor
+) -> Any:
+    return {"l1_loss": _l1(self, step_input, latents.rows)}
+
+
+def _gated_aux_loss(
+    self: Any, step_input: TrainStepInput, latents: Latents, hidden_pre: Tensor, sae_out: Tensor
+) -> Any:
+    x, b_dec = step_input.sae_in, self.b_dec if self.cfg.apply_b_dec_to_input else None
+    gates = operators.encode(x, self.W_enc, self.b_gate, b_dec=b_dec)
+    error = (operators.decode(gates, self.W_dec, self.b_dec) - x).pow(2).sum(dim=-1).mean()
+    return {"l1_loss": _l1(self, step_input, gates), "auxiliary_reconstruction_loss": error}
+
+
+def _jumprelu_aux_loss(
+    self: Any, step_input: TrainStepInput, feature_acts: Latents, hidden_pre: HiddenPre, sae_out: Tensor
+) -> Any:
     per_item = feature_acts.l0
     if self.cfg.jumprelu_sparsity_loss_mode == "tanh":
         per_item = operators.tanh_l0(feature_acts.rows, self.cfg.jumprelu_tanh_scale * self.W_dec.norm(dim=1))
@@ -187,9 +255,28 @@ def update_topk_threshold(self: Any, acts_topk: Tensor) -> None:
     self.topk_threshold = torch.where(least.isfinite(), (1 - rate) * kept + rate * least, kept)
 
 
-METHODS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "calculate_topk_aux_loss": (TopKTrainingSAE.calculate_topk_aux_loss, calculate_topk_aux_loss),
-    "calculate_aux_loss": (JumpReLUTrainingSAE.calculate_aux_loss, calculate_aux_loss),
-    "update_topk_threshold": (BatchTopKTrainingSAE.update_topk_threshold, update_topk_threshold),
+def _iterable_decode(self: Any, feature_acts: Tensor, include_outer_loss: bool = False) -> Iterator[tuple[int, Tensor]]:
+    """SAELens's of nested widths: of all widths from one pass over the entries."""
+    if not isinstance(feature_acts, Latents) or not feature_acts.packed:
+        dense = feature_acts.dense() if isinstance(feature_acts, Lazy) else feature_acts
+        yield from type(self)._iterable_decode(self, dense, include_outer_loss)
+        return
+    widths = self.cfg.matryoshka_widths[: None if include_outer_loss else -1]
+    parts, decoded = operators.decode(by_width(feature_acts.rows, widths), self.W_dec) if widths else (), self.b_dec
+    for width, part in zip(widths, parts):
+        decoded = part + decoded
+        yield width, self.run_time_activation_norm_fn_out(decoded)
+
+
+_AUX_LOSSES: dict[Callable[..., Any], Callable[..., Any]] = {
+    JumpReLUTrainingSAE.calculate_aux_loss: _jumprelu_aux_loss,
+    StandardTrainingSAE.calculate_aux_loss: _standard_aux_loss,
+    GatedTrainingSAE.calculate_aux_loss: _gated_aux_loss,
 }
-"""Name -> (SAELens's method, ours)."""
+METHODS: dict[str, tuple[tuple[Callable[..., Any], ...], Callable[..., Any]]] = {
+    "calculate_topk_aux_loss": ((TopKTrainingSAE.calculate_topk_aux_loss,), calculate_topk_aux_loss),
+    "calculate_aux_loss": (tuple(_AUX_LOSSES), calculate_aux_loss),
+    "update_topk_threshold": ((BatchTopKTrainingSAE.update_topk_threshold,), update_topk_threshold),
+    "_iterable_decode": ((MatryoshkaBatchTopKTrainingSAE._iterable_decode,), _iterable_decode),
+}
+"""Name -> (SAELens's methods, ours)."""

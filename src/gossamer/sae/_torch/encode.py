@@ -10,6 +10,7 @@ from gossamer.rowsparse._torch.pack import (
     row_offsets_of,
 )
 from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.sae.encode_path import RANKED
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 # The integers of a dtype's bit patterns, and the pattern that stands for NaN.
@@ -38,7 +39,7 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     x, weight, bias, b_dec, threshold, activation, k, bandwidth, capacity, scale, *_ = call
     pre = pre_activations(x, weight, bias, b_dec)
     m, n = pre.shape
-    ranks = activation in ("topk", "batchtopk")
+    ranks = activation in RANKED
     keep_source = not ranks and capacity is not None and capacity < n
     l0 = torch.zeros(m, dtype=threshold_dtype(weight.dtype))
     source = pre if keep_source else pre.new_empty(0, n)
@@ -47,9 +48,10 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         spans = torch.zeros(2, m, dtype=torch.int64)
         return values, torch.full_like(values, -1, dtype=torch.int32), spans, source, l0
     if ranks:
-        groups = m if activation == "topk" else 1
+        groups = 1 if activation == "batchtopk" else m
         # Clamped in place, or multiplied out of place: either way a number with key 0 is not kept.
-        positions = _largest(pre if scale is None else (pre * scale).to(pre.dtype), k, groups)
+        ranked = pre if scale is None else (pre * scale).to(pre.dtype)
+        positions = _largest(ranked.abs() if activation == "abstopk" else ranked, k, groups)
         values = pre.view(-1)[positions]
     else:
         # A threshold below 0 keeps the elements that 0 keeps, because values are at least 0.
@@ -79,7 +81,7 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             source[flagged] = 0
             # -0.0 stands for an entry of value 0, +0.0 for none.
             source.view(-1)[positions[held]] = torch.where(values[held] == 0, -0.0, values[held])
-    slots = k if activation == "topk" else capacity
+    slots = k if ranks else capacity
     return *buffers_of(row_offsets, positions % n, values, slots), source, l0
 
 

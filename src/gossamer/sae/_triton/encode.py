@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.limit import add_bias, load_threshold
-from gossamer.rowsparse._triton.list_entries import Limit, list_all, list_slots
-from gossamer.rowsparse._triton.pack import chunk_columns, scan_tile
-from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.list_entries import Limit, add_bias, list_all, list_slots, load_threshold
+from gossamer.rowsparse._triton.pack import chunk_columns, row_span, scan_tile
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.select import load_pre
@@ -83,7 +81,8 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         if path == "bound":
             values, indices, spans, l0 = topk.row_topk(x, weight, bias, scale, k)
             return values, indices, spans, none, l0
-        z, bias = _pre_activations(x, weight, bias)
+        absolute = activation == "abstopk"
+        z, bias = _pre_activations(x, weight, bias, 0.0 if absolute else float("-inf"))
         more = z.shape[1] - n
         if more:
             # Columns that no rule keeps: the kernels do not tell them from others.
@@ -93,19 +92,19 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             if threshold is not None:
                 # A NaN that stands for all columns would keep these, too.
                 threshold = F.pad(threshold, (0, more))
-        values, indices, spans, l0 = activate(path, z, bias, threshold, k, bandwidth, capacity, n, scale)
+        values, indices, spans, l0 = activate(path, z, bias, threshold, k, bandwidth, capacity, n, scale, absolute)
         keeps = path == "list" and capacity is not None and capacity < n
         return values, indices, spans, z[:, :n] if keeps else none, l0
 
 
-def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """(x @ weight and columns of -inf up to `row_stride`, the bias that is still to be added)."""
+def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, more: float) -> tuple[Tensor, Tensor | None]:
+    """(x @ weight and columns of `more` up to `row_stride`, the bias that is still to be added)."""
     n = weight.shape[1]
     z = x.new_empty(x.shape[0], row_stride(x.shape[0], n, weight))
     # cuBLAS leaves the further columns alone.
     product = z[:, :n]
     if z.shape[1] != n:
-        z[:, n:] = float("-inf")
+        z[:, n:] = more
     # The product's own epilogue adds in float32 as well, and rounds once.
     if bias is not None and bias.dtype is weight.dtype:
         torch.addmm(bias, x, weight, out=product)
@@ -124,6 +123,7 @@ def activate(
     capacity: int | None,
     n: int,
     scale: Tensor | None,
+    absolute: bool,
 ) -> _Entries:
     """The entries of the pre-activations z [M, N or more] + bias; rows that overflow are activated in place."""
     m = z.shape[0]
@@ -131,8 +131,10 @@ def activate(
         room = m * k if path != "list" else m * (capacity or 0)
         values, indices, spans = empty_slots(z, m, room)
         return values.zero_(), indices.fill_(-1), spans.zero_(), z.new_zeros(m, dtype=torch.float32)
-    if path != "list":
-        return (select.row_topk if path == "topk" else batchtopk.batch_topk)(z, bias, k, scale)
+    if path == "topk":
+        return select.row_topk(z, bias, k, scale, absolute)
+    if path == "batch":
+        return batchtopk.batch_topk(z, bias, k, scale)
     l0 = (torch.zeros if bandwidth else torch.empty)(m, dtype=torch.float32, device=z.device)
     limit = Limit(bias, threshold, bandwidth / 2)
     if capacity is None:

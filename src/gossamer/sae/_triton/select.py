@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.limit import add_bias
+from gossamer.rowsparse._triton.list_entries import add_bias
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
 from gossamer.rowsparse.formats import empty_slots
 
@@ -41,19 +41,22 @@ def order_key(pre, SHIFT: tl.constexpr):
 
 
 @triton.jit
-def ranked(z, bias_ptr, scale_ptr, columns, N):
-    """z + bias, or that times scale, which is rounded once more, as a product of two tensors is."""
+def ranked(z, bias_ptr, scale_ptr, columns, N, ABS: tl.constexpr = False):
+    """z + bias, or that times scale, which is rounded once more, as a product of two tensors is. With ABS its distance
+    from 0, and 0 past the end."""
     pre = add_bias(z, bias_ptr, columns, columns < N)
     if scale_ptr is not None:
         scale = tl.load(scale_ptr + columns, mask=columns < N, other=1.0).to(tl.float32)
         pre = (pre * scale).to(z.dtype).to(tl.float32)
+    if ABS:
+        pre = tl.where(columns < N, tl.abs(pre), 0.0)
     return pre
 
 
 @triton.jit
-def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr):
+def rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT: tl.constexpr, ABS: tl.constexpr = False):
     """The key of a ranked number."""
-    return order_key(ranked(z, bias_ptr, scale_ptr, columns, N), SHIFT)
+    return order_key(ranked(z, bias_ptr, scale_ptr, columns, N, ABS), SHIFT)
 
 
 @triton.jit
@@ -71,7 +74,7 @@ def settle_ties(equal, need, seen, VEC: tl.constexpr):
 @triton.jit
 def list_largest(
     z_ptr, bias_ptr, scale_ptr, floor, wanted, list_ptr, columns_ptr, N, limit,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, KEYS: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr, KEYS: tl.constexpr, ABS: tl.constexpr = False,
 ):  # fmt: skip
     """Walks a row, and lists the elements with keys above `floor` and the first `wanted` that equal it: their keys, or
     without KEYS their numbers, and their columns, in slots below `limit`. Returns how many there are."""
@@ -81,7 +84,7 @@ def list_largest(
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
         following = load_pre(z_ptr, columns + BLOCK, N)
-        key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT)
+        key = rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT, ABS)
         found = tl.max(word_bits(key >= floor, VEC), axis=0)
         if found > 0:
             ties, seen = settle_ties(word_bits(key == floor, VEC), wanted, seen, VEC)
@@ -94,7 +97,7 @@ def list_largest(
                 mask = held & (slot < limit)
                 number = tl.load(z_ptr + column, mask=mask, other=0.0)
                 if KEYS:
-                    tl.store(list_ptr + slot, rank_key(number, bias_ptr, scale_ptr, column, N, SHIFT), mask=mask)
+                    tl.store(list_ptr + slot, rank_key(number, bias_ptr, scale_ptr, column, N, SHIFT, ABS), mask=mask)
                 else:
                     tl.store(list_ptr + slot, add_bias(number, bias_ptr, column, column < N), mask=mask)
                 tl.store(columns_ptr + slot, column, mask=mask)
@@ -130,7 +133,10 @@ def kth_largest(keys, list_ptr, count, k, bound, LIST: tl.constexpr):
 
 
 @triton.jit
-def group_maxima(z_ptr, bias_ptr, scale_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr):
+def group_maxima(
+    z_ptr, bias_ptr, scale_ptr, N, BLOCK: tl.constexpr, VEC: tl.constexpr, SHIFT: tl.constexpr,
+    ABS: tl.constexpr = False,
+):  # fmt: skip
     """The largest key among the columns that are equal modulo BLOCK, as [BLOCK / VEC, VEC]."""
     columns = chunk_columns(0, BLOCK, VEC)
     z = load_pre(z_ptr, columns, N)
@@ -138,7 +144,7 @@ def group_maxima(z_ptr, bias_ptr, scale_ptr, N, BLOCK: tl.constexpr, VEC: tl.con
     for start in range(0, N, BLOCK):
         columns = chunk_columns(start, BLOCK, VEC)
         following = load_pre(z_ptr, columns + BLOCK, N)
-        largest = tl.maximum(largest, rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT))
+        largest = tl.maximum(largest, rank_key(z, bias_ptr, scale_ptr, columns, N, SHIFT, ABS))
         z = following
     return largest
 
@@ -146,10 +152,11 @@ def group_maxima(z_ptr, bias_ptr, scale_ptr, N, BLOCK: tl.constexpr, VEC: tl.con
 @triton.jit
 def emit_largest(
     z_ptr, bias_ptr, scale_ptr, list_ptr, columns_ptr, own_ptr, count, kth, need, values_ptr, indices_ptr, N, capacity,
-    LIST: tl.constexpr, SHIFT: tl.constexpr,
+    LIST: tl.constexpr, SHIFT: tl.constexpr, ABS: tl.constexpr = False,
 ):  # fmt: skip
     """Writes the elements with listed keys above kth, and the first `need` that equal it, as entries, up to `capacity`;
-    how many there are. With a scale their own keys are listed at `own_ptr`, or they are read from z again."""
+    how many there are. With a scale their own keys are listed at `own_ptr`, or they are read from z again, as with ABS,
+    whose keys have no sign."""
     slots = tl.arange(0, LIST)
     held = 0
     seen = 0
@@ -160,7 +167,9 @@ def emit_largest(
         keep = ((key > kth) | ((tie != 0) & (seen + tl.cumsum(tie, axis=0) <= need))).to(tl.int32)
         slot = held + tl.cumsum(keep, axis=0) - keep
         room = (keep != 0) & (slot < capacity)
-        if scale_ptr is None:
+        if ABS:
+            value = add_bias(tl.load(z_ptr + column, mask=room, other=0.0), bias_ptr, column, column < N)
+        elif scale_ptr is None:
             value = (key << SHIFT).to(tl.float32, bitcast=True)
         elif own_ptr is not None:
             own = tl.load(own_ptr + first + slots, mask=room, other=0)
@@ -177,16 +186,16 @@ def emit_largest(
 @triton.jit
 def settle_row(
     row, z_ptr, bias_ptr, scale_ptr, list_ptr, values_ptr, indices_ptr, N, k, length,
-    BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr, ABS: tl.constexpr,
 ):  # fmt: skip
     """`_row_topk_kernel` for one row -> how many entries it has."""
     z_row = z_ptr + row * N
-    largest = group_maxima(z_row, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT)
+    largest = group_maxima(z_row, bias_ptr, scale_ptr, N, BLOCK, VEC, SHIFT, ABS)
     bound = kth_largest(largest, list_ptr, 0, k, 0, LIST)
     # Of the elements that equal the bound no more than the first k can be wanted.
     floor = tl.maximum(bound, 1)
     count = list_largest(
-        z_row, bias_ptr, scale_ptr, floor, k, list_ptr, list_ptr + length, N, length, BLOCK, VEC, SHIFT, True
+        z_row, bias_ptr, scale_ptr, floor, k, list_ptr, list_ptr + length, N, length, BLOCK, VEC, SHIFT, True, ABS
     )
     # The list is read by other threads than those that wrote it.
     tl.debug_barrier()
@@ -196,7 +205,7 @@ def settle_row(
     need = k - count_above(keys, list_ptr, count, kth, LIST)
     held = emit_largest(
         z_row, bias_ptr, scale_ptr, list_ptr, list_ptr + length, None, count, kth, need, values_ptr + row * k,
-        indices_ptr + row * k, N, k, LIST, SHIFT,
+        indices_ptr + row * k, N, k, LIST, SHIFT, ABS,
     )  # fmt: skip
     clear_slots(values_ptr + row * k, indices_ptr + row * k, held, k, 256, 256)
     tl.debug_barrier()
@@ -207,6 +216,7 @@ def settle_row(
 def _row_topk_kernel(
     z_ptr, bias_ptr, scale_ptr, some_ptr, list_ptr, values_ptr, indices_ptr, spans_ptr, l0_ptr, M, N, k, length,
     stride_s, first, BLOCK: tl.constexpr, VEC: tl.constexpr, LIST: tl.constexpr, SHIFT: tl.constexpr,
+    ABS: tl.constexpr,
 ):  # fmt: skip
     """Program p takes rows p, p + programs, ...: rows in flight, and their lists, fit the L2. It writes the rows'
     entries, k slots a row, of which the first is that of row `first` of all.
@@ -222,7 +232,7 @@ def _row_topk_kernel(
         if wanted:
             held = settle_row(
                 row, z_ptr, bias_ptr, scale_ptr, list_ptr, values_ptr, indices_ptr, N, k, length, BLOCK, VEC, LIST,
-                SHIFT,
+                SHIFT, ABS,
             )  # fmt: skip
             tl.store(spans_ptr + row, (row + first) * k)
             tl.store(spans_ptr + stride_s + row, held.to(tl.int64))
@@ -237,15 +247,16 @@ def _tile(z: Tensor, block: int, warps: int) -> launch.Tile:
 
 
 def row_topk(
-    z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None
+    z: Tensor, bias: Tensor | None, k: int, scale: Tensor | None = None, absolute: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(values [M * k], indices [M * k], spans [2, M], l0 [M] in float32) of each row's k largest elements above 0.
+    """(values [M * k], indices [M * k], spans [2, M], l0 [M] in float32) of each row's k largest elements above 0, or
+    with `absolute` the k farthest from 0.
 
     z is contiguous [M, N] with M, N, k > 0; bias [N] is added to it, and the ranks are those of that times scale [N].
     """
     m = z.shape[0]
     out = (*empty_slots(z, m, m * k), torch.empty(m, dtype=torch.float32, device=z.device))
-    largest_of_rows(z, bias, scale, k, out)
+    largest_of_rows(z, bias, scale, k, out, absolute=absolute)
     return out
 
 
@@ -257,6 +268,7 @@ def largest_of_rows(
     results: tuple[Tensor, ...],
     some: Tensor | None = None,
     first: int = 0,
+    absolute: bool = False,
 ) -> None:
     """Fills values, indices, spans and l0 of the rows of z, those from row `first` of all on. Host time is most of a
     small call, so the launch is kept as a plan."""
@@ -265,7 +277,7 @@ def largest_of_rows(
     if not launch.INTERPRET:
         index = z.get_device()
         stream = torch._C._cuda_getCurrentRawStream(index)
-        key = (m, n, k, *[None if t is None else t.dtype for t in given], stride, first, index, stream)
+        key = (m, n, k, *[None if t is None else t.dtype for t in given], stride, first, absolute, index, stream)
         pointers = [None if t is None else t.data_ptr() for t in given + results]
         united = 0
         for pointer in pointers:
@@ -288,7 +300,7 @@ def largest_of_rows(
     # Fewer than k groups exceed the bound. With fewer than k groups there is none, and everything may be listed.
     block = tile.sizes["BLOCK"]
     length = n if k > block else min(n, (k - 1) * launch.cdiv(n, block) + k)
-    meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096))}
+    meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096)), "ABS": absolute}
     lists = torch.empty(programs, 2, length, dtype=torch.int32, device=z.device)
     args = (*given, lists, *results, m, n, k, length, stride, first)
     bound = _row_topk_kernel((programs, 1, 1), args, meta, head=9, **tile.options)
@@ -301,4 +313,4 @@ LISTS = 1 << 24
 _plans = launch.Plans()
 
 
-EXAMPLES = {_row_topk_kernel: {"some_ptr": "*i64", "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16}}
+EXAMPLES = {_row_topk_kernel: {"some_ptr": "*i64", "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16, "ABS": False}}
