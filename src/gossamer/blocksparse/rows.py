@@ -19,7 +19,7 @@ from gossamer._core.operator import register
 from gossamer.blocksparse._torch import rows as _impl
 from gossamer.blocksparse._torch.tensor import valid
 from gossamer.blocksparse.layout import Layout
-from gossamer.blocksparse.lists import lost
+from gossamer.blocksparse.lists import Form, lost
 from gossamer.blocksparse.records import BlocksparseReduced, BlocksparseShifted
 
 
@@ -134,13 +134,13 @@ def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: An
 def _reduced_backward(call: BlocksparseReduced, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
     (grad,), (dtype, values, found), lists = grads, kept, (call.layout, call.form, call.dim)
     if values is None:
-        made = _impl.spread(grad, *lists).unsqueeze(call.dim).expand(call.form[7:8] + call.form[3:5])
+        share, best = grad, None
     else:
         # Equal maxima share the gradient.
         best = values == _impl.spread(found, *lists).unsqueeze(call.dim)
         share = grad / _reduced(BlocksparseReduced(best.to(dtype), *lists, "sum"))
-        made = torch.where(best, _impl.spread(share, *lists).unsqueeze(call.dim), 0)
-    return {"values": made.to(dtype)}
+    made = _impl.spread(share.to(dtype), *lists).unsqueeze(call.dim)
+    return {"values": made.expand(Form(*call.form).blocks) if best is None else torch.where(best, made, 0)}
 
 
 def _fake_reduced(call: BlocksparseReduced) -> Tensor:
