@@ -157,8 +157,13 @@ def layout_of_indices(indices: BlockSparseTensor, dim: int, size: int, *, capaci
 def _check_index(operator: str, name: str, index: Any, dims: int, dim: int) -> tuple[int, Tensor]:
     """dim, from 0 on, and the values of the indices in a dtype that kernels read."""
     check_blocks(operator, **{name: index})
-    values = index.values.to(torch.int32) if index.dtype in (torch.int8, torch.int16) else index.values
-    checks.whole(operator, **{name: values})
+    narrow = index.dtype in (torch.int8, torch.int16)
+    if not narrow and index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{operator}: {name} must be int8, int16, int32 or int64, got {checks.name_of(index.dtype)}. Convert it "
+            f"with {name}.to(torch.int64)."
+        )
+    values = index.values.to(torch.int32) if narrow else index.values
     if not isinstance(dim, int) or not -dims <= dim < dims:
         raise ValueError(f"{operator}: dim must be from {-dims} to {dims - 1}, got {dim}.")
     return dim % dims, values
