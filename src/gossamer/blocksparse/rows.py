@@ -109,11 +109,7 @@ def with_vector(name: str, values: Tensor, layout: Layout, vector: Tensor) -> Te
 def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor:
     """A vector `[..., L]` of rows or columns as lines of blocks, in float32 at least."""
     length, block, lead = layout.size[dim + 1], layout.block_size[dim + 1], layout.lead
-    own = (1,) * (len(lead) + 1 - vector.dim()) + tuple(vector.shape)
-    if len(own) != len(lead) + 1 or any(n not in (1, m) for n, m in zip(own, lead)):
-        raise ValueError(
-            f"{operator}: other must broadcast to {[*lead, length]} like the layout, got {list(vector.shape)}."
-        )
+    checks.broadcast(operator, "other", vector.shape, (*lead, length), "the layout's ")
     flat = vector.expand(*lead, length).reshape(layout.batch, length)
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32)) if flat.is_floating_point() else flat
     padded = torch.nn.functional.pad(wide, (0, -length % block)).reshape(-1, block)
