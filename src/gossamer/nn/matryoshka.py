@@ -70,9 +70,10 @@ class Nested(Reviving):
         if not self.training or len(self.widths) == 1:
             return super()._terms(x, target, rows, l0)
         # The parts in the weights' dtype, as one width is decoded: twice the bytes would be read for each gradient.
-        whole, *errors = _Residuals.apply(target, self.b_dec, self._parts(rows, None))
-        weighted = [mean(error) * weight for error, weight in zip(errors, self.inner_weights)]
-        return whole.to(rows.dtype), {"further_mse": torch.stack(weighted).sum()}
+        whole, *errors = _Nested.apply(target, self.b_dec, self._parts(rows, None))
+        *inner, mse = map(mean, errors)
+        weighted = [error * weight for error, weight in zip(inner, self.inner_weights)]
+        return whole.to(rows.dtype), {"mse": mse, "further_mse": torch.stack(weighted).sum()}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, widths={self.widths}"
@@ -134,40 +135,31 @@ class MatryoshkaBatchTopKSAE(Nested, BatchTopKSAE):
     """
 
 
-class _Residuals(torch.autograd.Function):
-    """(the whole reconstruction `[..., D]`, of each inner width the squared errors of rows), in float32 at least.
+class _Nested(torch.autograd.Function):
+    """(the whole reconstruction `[..., D]`, of each width the squared errors of rows), in float32 at least.
 
-    One residual is carried from width to width, and back again in the backward pass: autograd would keep one of each
-    width, and read and write each several times.
+    One reconstruction is carried from width to width, and one gradient back: autograd would read and write each width's
+    several times.
     """
 
     @staticmethod
-    def forward(target: Tensor, b_dec: Tensor, parts: Tensor) -> tuple[Tensor, ...]:
-        residual = target.to(torch.promote_types(b_dec.dtype, torch.float32)) - b_dec
-        errors = []
-        for part in parts[:-1]:
-            residual = residual - part
-            errors.append(torch.linalg.vector_norm(residual, dim=-1).square())
-        return target - (residual - parts[-1]), *errors
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        target, b_dec, parts = inputs
-        ctx.dtype = b_dec.dtype
-        ctx.save_for_backward(target, parts, output[0])
+    def forward(ctx: Any, target: Tensor, b_dec: Tensor, parts: Tensor) -> tuple[Tensor, ...]:
+        whole, residuals = b_dec.to(torch.promote_types(b_dec.dtype, torch.float32)), []
+        for part in parts:
+            whole = whole + part
+            residuals.append(target - whole)
+        ctx.dtypes = target.dtype, b_dec.dtype, parts.dtype
+        ctx.save_for_backward(*residuals)
+        return whole, *(torch.linalg.vector_norm(each, dim=-1).square() for each in residuals)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_whole: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        target, parts, whole = ctx.saved_tensors
-        # What errors pull, of this width and of those behind it.
-        pull, residual, found = torch.zeros_like(whole), target - whole, [grad_whole]
-        for width, grad in reversed([*enumerate(grads, 1)]):
-            residual = residual + parts[width]
-            pull = torch.addcmul(pull, residual, 2 * grad[..., None])
-            found.append(grad_whole - pull)
-        grad_parts = torch.stack([each.to(parts.dtype) for each in reversed(found)])
-        return pull.to(target.dtype), found[-1].flatten(0, -2).sum(0).to(ctx.dtype), grad_parts
+    def backward(ctx: Any, pull: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        (target, b_dec, parts), found, whole = ctx.dtypes, [], pull
+        for residual, grad in zip(reversed(ctx.saved_tensors), reversed(grads)):
+            pull = torch.addcmul(pull, residual, -2 * grad[..., None])
+            found.append(pull.to(parts))
+        return (whole - pull).to(target), pull.flatten(0, -2).sum(0).to(b_dec), torch.stack(found[::-1])
 
 
 def by_width(rows: Rows, widths: Sequence[int]) -> Rows:
