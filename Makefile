@@ -50,6 +50,7 @@ lint: $(INSTALLED) ## ruff, mypy, and whether the tables in docs match benchmark
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 	$(BIN)/python -m benchmarks.tables --check
+	$(BIN)/python -m benchmarks.evidence --check
 	$(BIN)/python -m benchmarks.paths --check
 
 docs: $(SITE) ## the site of the documents and the reference, in site/

@@ -38,6 +38,11 @@ HEADLINES = (
         "M=16384,K=2048,N=5632,nnz=29,shared=0%",
     ),
     (
+        f"both passes of such a block in training{_GRAPH}",
+        "ffn-training",
+        "training/M=16384,K=2048,N=5632,nnz=29,shared=0%",
+    ),
+    (
         "attention, 25% of its blocks of 128, 8,192 tokens (H100)",
         "blocksparse-attention",
         "/attention/T=8192,H=16,D=128,block=128,density=25",
@@ -104,6 +109,7 @@ def page() -> str:
         "`python -m benchmarks.tables` makes these tables from files in [benchmarks/results](../benchmarks/results).",
         "A file names hardware, versions, commit and command, and has more cases and peers than a table. All providers",
         "of a case are checked against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
+        "[Evidence](evidence.md) has the figures and tables of the five documents that gossamer started from.",
         "",
         "Times are medians in microseconds: eager, and in parentheses replayed from a CUDA graph. The ratio is the",
         "fastest peer's time over gossamer's, by graphs where both have one: above 1 gossamer is faster. Memory is the",

@@ -47,7 +47,7 @@ def block_products(case: Case) -> Scenario:
             lambda: blocksparse.matmul(left, x),
             lambda: x.mT.to_dense(),
             lambda: blocksparse.matmul(x, blocksparse.from_dense(other, layout), transpose_b=True).to_dense(),
-            lambda: x.sum(),
+            lambda: x.sum(-1),
             lambda: (x + row).to_dense(),
             lambda: blocksparse.softmax(x).to_dense(),
             lambda: blocksparse.matmul(left, right, layout, transpose_a=True, transpose_b=True).to_dense(),

@@ -163,8 +163,8 @@ def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:
         left.square(),
     ]
     yield from (p.to_dense() if isinstance(p, blocksparse.BlockSparseTensor) else p for p in products)
-    yield left.sum()
-    most = left.amax()
+    yield left.sum(-1)
+    most = left.amax(-1)
     yield torch.where(most == -torch.inf, 0, most)
     for dim, bound in enumerate(x.shape):
         index = blocksparse.from_dense(torch.zeros(x.shape, dtype=torch.int64, device=x.device), layout)

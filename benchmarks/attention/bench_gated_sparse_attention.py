@@ -84,7 +84,6 @@ def _case(
         )
         for which, (name, devices) in enumerate(zip(names, reaches))
     )  # fmt: skip
-    passes = 3 if training else 1
     return Case(
         room="attention",
         name="gated_sparse_attention" + "_training" * training,
@@ -94,10 +93,39 @@ def _case(
         providers=(*ways, *more),
         reference=_reference,
         bytes=B * ((6 if training else 2) * T * width + (12 if training else 6) * width * width) * dtype.itemsize,
-        flops=passes * B * (12 * T * width * width + 4 * width * sum(min(t + 1, k) for t in range(T))),
+        flops=B * least_flops(T, width, k, training),
         grad=training,
         sweep="T",
+        tokens=B * T,
     )
+
+
+def stages(T: int, width: int, k: int, n: int = 4, d: int = 64, item: int = 2) -> dict[str, tuple[int, int]]:
+    """The least FLOPs and bytes of each stage of a causal layer, whose indexer has n heads of d; `item` bytes a number.
+
+    A stage reads its inputs and weights and writes its results once. A selection has a bit for each query and key.
+    """
+    seen, taken = T * (T + 1) // 2, sum(min(t + 1, k) for t in range(T))
+    rows = n * d + d + n
+
+    def product(outputs: int) -> tuple[int, int]:
+        return 2 * T * width * outputs, item * (T * width + width * outputs + T * outputs)
+
+    return {
+        "q, k, v projections": product(3 * width),
+        "gate projections": product(2 * width),
+        "output projection": product(width),
+        "indexer's projections": product(rows),
+        "indexer's scores and selection": (2 * n * d * seen, item * T * rows + seen // 8),
+        "attention, queries and keys": (2 * width * taken, item * 2 * T * width + seen // 8),
+        "attention, weights and values": (2 * width * taken, item * 2 * T * width),
+    }
+
+
+def least_flops(T: int, width: int, k: int, training: bool) -> int:
+    """Of all stages; in training three times those that learn, which the indexer does not."""
+    passes = 3 if training else 1
+    return sum(flops * (1 if "indexer" in name else passes) for name, (flops, _) in stages(T, width, k).items())
 
 
 def _training(T: int, width: int, heads: int, k: int, dtype: torch.dtype, B: int) -> Case:

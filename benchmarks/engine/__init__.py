@@ -9,11 +9,12 @@ from benchmarks.engine.case import (
     random_rows,
     relative_error,
 )
-from benchmarks.engine.random_cases import log_uniform
+from benchmarks.engine.random_cases import beside_dense, log_uniform
 
 __all__ = [
     "Case",
     "Provider",
+    "beside_dense",
     "copies",
     "error_beside_mean",
     "log_uniform",

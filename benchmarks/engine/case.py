@@ -56,6 +56,14 @@ def error_beside_mean(got: Tensors, want: Tensors) -> float:
     return float(torch.stack(errors).max().nan_to_num(nan=torch.inf))
 
 
+def absolute_error(got: Tensors, want: Tensors) -> float:
+    """Largest difference of an element; infinite where shape or NaN differ."""
+    if [a.shape for a in got] != [b.shape for b in want]:
+        return float("inf")
+    errors = [(a.double() - b.double()).abs().max() for a, b in zip(got, want) if b.numel()]
+    return float(torch.stack(errors).max().nan_to_num(nan=torch.inf)) if errors else 0.0
+
+
 @dataclass(frozen=True)
 class Provider:
     """One way to compute a case.
@@ -90,9 +98,9 @@ class Case:
 
     `make` returns as many independent copies of the inputs as it takes to exceed the cache (see `copies`); calls
     rotate among them. `bytes` and `flops` are the least that must be moved and computed. `reference` computes in
-    float64, and `error` measures a result against it. `sweep` names the parameter along which cases of this name
-    are plotted. With `energy` the energy of a call is measured as well. `tokens` is how many tokens a call takes; rate
-    and energy are then given per token.
+    float64, and `error` measures a result against it; with `atol`, the largest difference of an element does. `sweep`
+    names the parameter along which cases of this name are plotted. With `energy` the energy of a call is measured as
+    well. `tokens` is how many tokens a call takes; rate and energy are then given per token.
     """
 
     room: str
@@ -110,6 +118,7 @@ class Case:
     error: Callable[[Tensors, Tensors], float] = field(default=relative_error)
     budget: float | None = None
     tokens: int | None = None
+    atol: float | None = None
 
     @property
     def id(self) -> str:
@@ -119,6 +128,8 @@ class Case:
 
     def budget_of(self, provider: Provider) -> float:
         """The error that `provider` may make; tf32 products get more."""
+        if self.atol is not None:
+            return self.atol
         if self.dtype == torch.float32 and provider.precision != "highest":
             return TF32_BUDGET
         return BUDGETS[self.dtype] if self.budget is None else self.budget

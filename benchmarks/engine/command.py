@@ -9,6 +9,7 @@ import re
 import shlex
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -63,6 +64,8 @@ def bench(
         False, "--resume", help="Of a sweep: keep the cases that its file has already, and measure the others."
     ),
     skip_verify: bool = typer.Option(False, "--skip-verify", help="Time results that nobody has checked."),
+    verify_length: int | None = typer.Option(None, min=64, help="Check results of this length alone; time the others."),
+    atol: float | None = typer.Option(None, min=0, help="Largest error of an element, instead of each row's relative."),
     profile: bool = typer.Option(
         False, "--profile", help="Three calls of each provider for nsys --capture-range=cudaProfilerApi; no timing."
     ),
@@ -75,15 +78,15 @@ def bench(
 
     A sweep (`python -m benchmarks sweep`) draws shapes, dtypes and densities at random, over ranges that each room
     states as those it is for (with --wild, over wider ones), and says how often, how far and where gossamer is slower
-    than dense PyTorch and the best peer. A provider is
-    timed for a quarter of a second at most. A sweep that is stopped keeps its cases; --resume goes on with it.
+    than dense PyTorch and the best peer. A provider is timed for a quarter of a second at most. A sweep that is stopped
+    keeps its cases; --resume goes on with it.
     """
     folder = BENCHMARKS
     if not budget > 0:
         _fail(f"benchmarks: --budget must be positive, got {budget:g}; leave it out to run every case.")
     sweeps = room == "sweep"
     given = _given(length, dtype, batch)
-    _refuse_mixed(sweeps, swept or count or resume or wild, case or provider or given)
+    _refuse_mixed(sweeps, swept or count or resume or wild, case or provider or given or verify_length)
     where = _device(device)
     # Processes that compile ahead would take the host's time from the measurement.
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
@@ -92,23 +95,25 @@ def bench(
             cases = draw_cases(folder, swept, count or (5 if quick else 200), seed, where, quick, wild)
         else:
             cases = load_cases(folder, room, case, where, quick, given, provider, partial(typer.echo, err=True))
+        checked = _of_length(cases, folder, room, where, quick, given, provider, verify_length)
     except ValueError as error:
         _fail(str(error))
+    cases, checked = ([replace(each, atol=atol) for each in some] for some in (cases, checked))
     if list_cases:
         typer.echo("\n".join(c.id for c in cases))
         return
     if profile or ncu:
         profile_cases(cases, where, seed, 1 if ncu else 3, typer.echo, apart=ncu)
         return
-    settings = _settings(where, rounds, quick, sweeps, budget, not skip_verify)
-    chosen = swept if sweeps else slug(case or "")
-    own = [*map(str, length), dtype or "", f"batch-{batch}" if batch else "", slug(provider or "")]
-    own += ["unverified" if skip_verify else "", "wild" if wild else ""]
-    parts = [room or "all", chosen, *own, slug(describe(where)["name"]), "quick" if quick else ""]
-    path = _folder(out or folder / "results") / f"{'-'.join(part for part in parts if part)}.json"
+    _verify(checked, where, seed)
+    settings = _settings(where, rounds, quick, sweeps, budget, not (skip_verify or verify_length))
+    own = [swept or slug(case or ""), *map(str, length), dtype or "", f"batch-{batch}" if batch else ""]
+    own += [slug(provider or ""), "unverified" * skip_verify, "wild" * wild, slug(describe(where)["name"])]
+    path = _path(out or folder / "results", [room or "all", *own, "quick" * quick])
     made = provenance(command_line("python -m benchmarks", sys.argv[1:]), folder.parent, where)
     settled = {name: getattr(settings, name) for name in ("rounds", "burst", "verify")}
-    settled |= {"seed": seed, "quick": quick} | ({"limit": settings.limit} if sweeps else {})
+    asked = {"verify_length": verify_length, "atol": atol, "limit": settings.limit if sweeps else None}
+    settled |= {"seed": seed, "quick": quick} | {name: value for name, value in asked.items() if value is not None}
     log = _Log(path, made | {"settings": settled, "cases": []}, sweeps)
     if resume:
         log.resume()
@@ -117,13 +122,37 @@ def bench(
         raise typer.Exit(1)
 
 
-def _folder(path: Path) -> Path:
-    """The folder, which is there then."""
+def _of_length(
+    cases: list[Case], folder: Path, room: str | None, where: torch.device, quick: bool, given: dict[str, Any],
+    provider: str | None, length: int | None,
+) -> list[Case]:  # fmt: skip
+    """The cases of this length that have the names of `cases`; none without a length."""
+    if length is None:
+        return []
+    names = {case.name for case in cases}
+    found = load_cases(folder, room, None, where, quick, {**given, "lengths": (length,)}, provider)
+    return [case for case in found if case.name in names]
+
+
+def _verify(cases: list[Case], where: torch.device, seed: int) -> None:
+    """Checks all ways of the cases, and says how far off each is; leaves with 1 where one is wrong."""
+    failed = False
+    for case in cases:
+        result = run_case(case, where, Settings(rounds=1, burst=0.0), seed)
+        errors = [f"{o.provider.name} {o.error:.2g}" for o in result.outcomes if o.error is not None]
+        typer.echo("\n  ".join([f"checked {case.id}: {', '.join(errors)}", *report.notes(result)]))
+        failed |= result.failed
+    if failed:
+        raise typer.Exit(1)
+
+
+def _path(folder: Path, parts: list[str]) -> Path:
+    """The file of these parts in a folder, which is there then."""
     try:
-        make_folder("benchmarks", "--out", path)
+        make_folder("benchmarks", "--out", folder)
     except ValueError as error:
         _fail(str(error))
-    return path
+    return folder / f"{'-'.join(filter(None, parts))}.json"
 
 
 def _settings(

@@ -35,6 +35,11 @@ def log_uniform(random: Random, low: int, high: int, step: int = 1) -> int:
     return min(max(int(drawn) // step * step, low), high)
 
 
+def beside_dense(case: Case) -> Case:
+    """The case without peers but dense PyTorch, beside which a room is never to be slower in its ranges."""
+    return replace(case, providers=tuple(p for p in case.providers if p.ours or p.name == "dense"))
+
+
 def draw_cases(
     folder: Path, room: str | None, count: int, seed: int, device: torch.device, quick: bool, wild: bool = False
 ) -> list[Case]:

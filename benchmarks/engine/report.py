@@ -37,8 +37,8 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
     case, ours = result.case, headline(result)
     table = Table(title=escape(case.id), title_justify="left", title_style="bold", caption_justify="left")
     skipped = [f"{o.provider.name} ({o.message})" for o in result.outcomes if o.status == "skipped"]
-    if skipped:
-        table.caption = escape(f"left out: {'; '.join(skipped)}")
+    least = f"at least {case.flops:.3g} FLOP and {case.bytes:.3g} bytes, {case.flops / case.bytes:.3g} FLOP a byte"
+    table.caption = escape("\n".join([least] + [f"left out: {'; '.join(skipped)}"] * bool(skipped)))
     table.add_column("provider", no_wrap=True)
     graphs = any(o.graph for o in result.outcomes)
     for column in ("eager p20-p80", "ratio", *(("graph p20-p80", "graph ratio") if graphs else ())):
@@ -59,7 +59,7 @@ def case_table(result: CaseResult, ceilings: Ceilings) -> Table:
             _spread(outcome.eager),
             _ratio(outcome.eager, ours.eager if ours else None),
             *((_spread(outcome.graph), _ratio(outcome.graph, ours.graph if ours else None)) if graphs else ()),
-            f"{case.tokens / best.median * 1e-3:,.1f} tokens/ms"
+            f"{case.tokens / best.median * 1e-3:,.1f} tokens/ms, {case.flops / best.median * 1e-12:,.4g} TF/s"
             if case.tokens
             else f"{case.bytes / best.median * 1e-9:,.1f} GB/s"
             if by_bytes

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 
-from benchmarks.engine.case import Case, Inputs, Provider, Tensors
+from benchmarks.engine.case import Case, Inputs, Provider, Tensors, absolute_error
 from benchmarks.engine.timing import Timing, burst, calls_for, capture, energy, matmul_precision, synchronize
 
 Status = Literal["ok", "WRONG", "error", "skipped"]
@@ -182,7 +182,8 @@ class _Run:
             return
         provider = self.outcome.provider
         tensors = provider.result(output, *inputs) if provider.result else _as_tuple(output)
-        error, budget = case.error(tensors, reference), case.budget_of(provider)
+        measure = case.error if case.atol is None else absolute_error
+        error, budget = measure(tensors, reference), case.budget_of(provider)
         self.outcome.error = error if self.outcome.error is None else max(error, self.outcome.error)
         if not error <= budget:
             raise _Wrong(f"{how}error {error:.2g} exceeds {budget:.2g}")

@@ -19,9 +19,7 @@ from benchmarks import tune
 from gossamer import ffn, gemm
 from gossamer._core.compiling import together
 from gossamer.ffn._triton import sparse_training, train_columns, train_rows
-from gossamer.ffn._triton.entry_lists import Weights, column_lists
-from gossamer.ffn._triton.train_columns import ColumnTile
-from gossamer.ffn._triton.train_rows import RowTile, UpTile
+from gossamer.ffn._triton.entry_lists import Tile, Weights, column_lists
 from gossamer.ffn.records import SparseTraining, SparseTrainingBwd
 from gossamer.gemm.linear_pack import linear_pack_operator
 from gossamer.gemm.records import LinearPack
@@ -35,22 +33,21 @@ K, N = (2048, 8192 if PLAIN else 5632) if CUDA else (32, 512)
 SHAPES = [(16384, 29), (16384, 60), (16384, 100), (16384, 300), (8192, 29)]
 
 UP = {
-    f"{e} entries, {w} bytes wide, {s} stages, {r}": UpTile(e, w, s, r)
+    f"{e} entries, {w} bytes wide, {s} stages, {r}": Tile(e, w, r, s)
     for e, w, s, r in ((1, 4096, 3, 96), (2, 4096, 3, 128), (1, 2048, 3, 96), (2, 2048, 1, 96), (1, 4096, 4, 96))
 }  # fmt: skip
 ROWS = {
-    f"{e} entries, slices of {c} bytes, {r}": RowTile(e, c, c, r)
+    f"{e} entries, slices of {c} bytes, {r}": Tile(e, c, r)
     for e, c, r in (
         (4, 512, None), (8, 512, None), (4, 1024, None), (8, 1024, None), (4, 512, 64), (8, 512, 80), (2, 512, None),
         (16, 512, None), (4, 256, None), (8, 256, None), (4, 2048, None),
     )
 }  # fmt: skip
 COLUMNS = {
-    f"{e} entries, slices of {c} bytes, {s} stages, {r}": ColumnTile(e, c, c, r, s)
-    for e, c, s, r in (
-        (4, 1024, 1, None), (4, 1024, 1, 80), (8, 1024, 1, 128), (8, 1024, 1, None), (1, 2048, 4, None),
-        (1, 2048, 4, 96), (4, 1024, 1, 88), (4, 1024, 1, 96), (8, 1024, 1, 120), (2, 1024, 1, 80), (16, 1024, 1, None),
-        (4, 2048, 1, None), (8, 2048, 1, None), (2, 2048, 1, None), (16, 512, 1, None),
+    f"{e} entries, slices of {c} bytes, {r}": Tile(e, c, r)
+    for e, c, r in (
+        (4, 1024, None), (4, 1024, 80), (8, 1024, 128), (8, 1024, None), (4, 1024, 88), (4, 1024, 96), (8, 1024, 120),
+        (2, 1024, 80), (16, 1024, None), (4, 2048, None), (8, 2048, None), (2, 2048, None), (16, 512, None),
     )
 }  # fmt: skip
 
@@ -76,7 +73,7 @@ class Operands:
             self.x[:, 0], self.gate[:, 0] = 0, 0.25
             self.x[:: 100 // heavy, 0] = 16
         self.limit = max(128, 2 * entries)
-        self.room = m * (entries + max(8, entries // 4))
+        self.room = -(-m * (entries + max(8, entries // 4)) // 16) * 16
         self.capacity, self.slots = entries + 8 * round(entries**0.5), 16 if entries < 128 else 32
         self.leaves = [t.requires_grad_() for t in (self.x, self.gate, self.up, self.down) if t is not None]
 
@@ -110,7 +107,7 @@ class Operands:
         return self.x, self.gate, self.bias, None, self.up, None, self.down.t()
 
     def lists(self) -> tuple[Tensor, ...]:
-        options = (False, self.limit, sparse_training.room_for(self.room))
+        options = (False, self.limit, self.room)
         with torch.no_grad():
             out, _, _, _, *kept = sparse_training.sparse_training(
                 SparseTraining(*self.operands, None, *options, self.slots, 0)
@@ -138,15 +135,23 @@ def exact(of: Operands) -> tuple[Tensor, ...]:
 def parts(of: Operands, results: tune.Results, label: str) -> None:
     """The candidates of each kernel."""
     with torch.no_grad():
-        weights, room = Weights(of.gate, of.bias, None, of.up, None, of.down), sparse_training.room_for(of.room)
+        weights, room = Weights(of.gate, of.bias, None, of.up, None, of.down), of.room
         lists, _ = sparse_training.lists_of(of.x, weights, of.limit, room, of.slots, 0)
         nnz, heavy = int(lists.offsets[-1]), int(lists.heavy[0])
         print(f"{label}: {nnz / of.x.shape[0]:.1f} entries a row, {heavy} heavy rows, {int(lists.fired.max())} at most")
         values = train_rows.forward(lists, of.x, weights, None, False)[1]
         turned = column_lists(lists.values, values, lists.columns, lists.offsets, N, False)
-        dots = train_columns.down_gradients(turned, of.grad, of.down)[1]
+
+        def down_gradients(tile: Tile = train_columns.DOWN) -> tuple[Tensor, Tensor]:
+            hidden = turned.hidden, None
+            found, _, dots = train_columns.weight_gradients(turned, hidden, of.grad, of.down, product=True, tile=tile)
+            assert dots is not None
+            return found, dots
+
+        dots = down_gradients()[1]
         rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)
         dx, second = torch.empty_like(of.x), None if of.up is None else (rows[1], of.up)
+        pair = columns[0], None if of.up is None else columns[1]
         small = {
             "gate and lists": lambda: sparse_training.lists_of(of.x, weights, of.limit, room, of.slots, 0)[0][0],
             "column lists": lambda: column_lists(lists.values, values, lists.columns, lists.offsets, N, False).hidden[
@@ -178,11 +183,11 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
                 for name, tile in ROWS.items()
             },
             "down gradient": {
-                name: lambda tile=tile: train_columns.down_gradients(turned, of.grad, of.down, tile)[0]
+                name: lambda tile=tile: down_gradients(tile)[0]
                 for name, tile in COLUMNS.items()
             },
             "gate and up gradients": {
-                name: lambda tile=tile: train_columns.gate_gradients(turned, columns, of.x, of.gate, None, False, tile)
+                name: lambda tile=tile: train_columns.weight_gradients(turned, pair, of.x, of.gate, tile=tile)[:2]
                 for name, tile in COLUMNS.items()
             },
         }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,15 +20,30 @@ LLAMA = [
     (16384, 8192, 28672),
     (4096, 16384, 53248),
 ]
+# The figure of "Fused SwiGLU": its sizes, and its token counts from the largest on, for a run may be cut short.
+FIGURE = {"llama_8b": (4096, 14336), "llama_70b": (8192, 28672), "llama_405b": (16384, 53248)}
+TOKENS = (65536, 4096, 16384, 1024, 32768, 8192, 2048, 49152)
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """bfloat16; one small float32 case for `quick` and on the CPU."""
+    """bfloat16; small float32 cases for `quick` and on the CPU."""
     if quick or device.type == "cpu":
         yield linear_glu(64, 256, 704, torch.float32)
-    else:
-        for shape in LLAMA:
-            yield linear_glu(*shape, torch.bfloat16)
+        for tokens in (32, 64):
+            yield _of_figure("llama_toy", tokens, 256, 704, torch.float32)
+        return
+    for shape in LLAMA:
+        yield linear_glu(*shape, torch.bfloat16)
+    for name, shape in FIGURE.items():
+        for tokens in TOKENS:
+            yield _of_figure(name, tokens, *shape, torch.bfloat16)
+
+
+def _of_figure(name: str, tokens: int, K: int, N: int, dtype: torch.dtype) -> Case:
+    """The case by the model's name, without the ways that the figure does not compare."""
+    case = linear_glu(tokens, K, N, dtype)
+    ways = tuple(p for p in case.providers if p.name not in ("gossamer, stacked", "torch.compile"))
+    return replace(case, name=name, providers=ways, sweep="M", energy=False)
 
 
 def linear_glu(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
@@ -42,6 +58,11 @@ def linear_glu(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
         from liger_kernel.ops.swiglu import LigerSiLUMulFunction
 
         return LigerSiLUMulFunction.apply(F.linear(x, gate), F.linear(x, up))
+
+    def in_place(x: Tensor, gate: Tensor, up: Tensor, both: Tensor) -> Tensor:
+        from benchmarks.peers.swiglu_in_place import swiglu_
+
+        return swiglu_(F.linear(x, both))
 
     def some(out: Tensor, *_: Tensor) -> tuple[Tensor]:
         """512 rows tell what all do, and float64 takes its time."""
@@ -71,6 +92,7 @@ def linear_glu(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
             Provider(
                 "torch.compile", torch.compile(dense, fullgraph=True, dynamic=False), result=some, capturable=True
             ),
+            Provider("cuBLAS, SwiGLU in place", in_place, result=some, capturable=True, devices=("cuda",)),
             Provider("Liger", liger, result=some, capturable=True, devices=("cuda",)),
             Provider(
                 "GEMM alone",

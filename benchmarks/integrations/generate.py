@@ -1,10 +1,12 @@
-"""`integrations.transformers.patch` in use: `model.generate`, prefill and single blocks, eager, in bfloat16.
+"""`integrations.transformers.patch` in use: decoding, prefill and single blocks, in bfloat16.
 
-    python -m benchmarks.integrations.generate [--model NAME ...] [--tokens 24] [--rounds 5]
-    python -m benchmarks.integrations.generate --graphs      # a static cache, torch.compile(mode="reduce-overhead")
+    python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 96] [--sparse gather]
+    python -m benchmarks.integrations.generate --graphs     # CUDA graphs of a block and of a model's step
+    python -m benchmarks.integrations.generate --compile    # generate with a static cache and torch.compile
 
 Models have the sizes of their names, few layers and random weights. A ReLU model gets a bias with which a layer lets
-29 of 5,632 neurons through. Plain and patched copies of one model take turns; with OUT set, medians go to
+29 of 5,632 neurons through. Eager calls of the plain and the patched model, and of a copy of the plain one, take turns
+token by token, so that a busy host slows all three; ratios are medians over such turns. With OUT set, medians go to
 OUT/generate.json.
 """
 
@@ -14,7 +16,7 @@ import argparse
 import copy
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -22,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.special import ndtri
 
-from benchmarks.tune import DEVICE, Results
+from benchmarks.tune import DEVICE, Results, replayed
 from gossamer.integrations.transformers import patch
 
 CUDA = DEVICE.type == "cuda"
@@ -64,103 +66,165 @@ def make(name: str) -> nn.Module:
     return model
 
 
-def seconds(call: Callable[[], Any]) -> float:
-    _synchronize()
-    begin = time.perf_counter()
-    call()
-    _synchronize()
-    return time.perf_counter() - begin
-
-
-def turns(calls: dict[str, Callable[[], Any]], rounds: int, scale: float) -> dict[str, float]:
-    """The median of each, taken in turns, in units of `scale` seconds."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            found[name].append(seconds(call) / scale)
-        if not turn:  # the first turn compiles
-            first = {f"{name}, first": value[0] for name, value in found.items()}
-            found = {name: [] for name in calls}
-    return {**{name: median(value) for name, value in found.items()}, **first}
-
-
 def _synchronize() -> None:
     if CUDA:
         torch.cuda.synchronize()
 
 
-def _generate(model: Any, ids: Tensor, tokens: int, **options: Any) -> Callable[[], Any]:
-    def call() -> Any:
-        return model.generate(ids, min_new_tokens=tokens, max_new_tokens=tokens, do_sample=False, **options)
+def turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call, one after the other in each round, after one round that is not counted."""
+    found: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 1):
+        for name, call in calls.items():
+            _synchronize()
+            begin = time.perf_counter()
+            call()
+            _synchronize()
+            if turn:
+                found[name].append(time.perf_counter() - begin)
+    return found
 
-    return call
+
+def steps(model: Any, ids: Tensor) -> Iterator[None]:
+    """Decodes as `generate` does, greedily and with a growing cache: one token each."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    while True:
+        ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        yield
+
+
+def generations(models: dict[str, Any], ids: Tensor, tokens: int) -> dict[str, list[float]]:
+    """Seconds of each token of the models, which take turns after every one."""
+    made = {name: steps(model, ids) for name, model in models.items()}
+    for _ in range(12):  # the prompt, and as many tokens as blocks need to know their density
+        for made_by in made.values():
+            next(made_by)
+    return turns({name: (lambda made_by=made_by: next(made_by)) for name, made_by in made.items()}, tokens)
+
+
+def report(results: Results, label: str, found: dict[str, list[float]], scale: float) -> None:
+    """Medians in units of `scale` seconds, and medians of the ratios to the plain model's call of the same turn."""
+    row = {name: median(times) / scale for name, times in found.items()}
+    for name, times in found.items():
+        if name != "plain":
+            row[f"{name} / plain"] = median(b / a for a, b in zip(found["plain"], times, strict=True))
+    results.found[label] = row
+    print(f"{label}: {', '.join(f'{name} {value:.4g}' for name, value in row.items())}", flush=True)
+
+
+def eager(results: Results, name: str, models: dict[str, Any], batches: list[int], tokens: int) -> None:
+    for batch in batches:
+        ids = torch.randint(2, 32000, (batch, 8), device=DEVICE)
+        report(results, f"{name}, decoding, batch {batch}, ms a token", generations(models, ids, tokens), 1e-3)
+    ids = torch.randint(2, 32000, (8, 2048) if CUDA else (2, 32), device=DEVICE)
+    calls = {kind: (lambda model=model: model(ids, logits_to_keep=1)) for kind, model in models.items()}
+    if name.startswith("opt"):
+        return
+    for _ in range(6 if CUDA else 1):
+        models["patched"](ids, logits_to_keep=1)
+    report(results, f"{name}, prefill {list(ids.shape)}, ms", turns(calls, 9 if CUDA else 1), 1e-3)
+    size = models["plain"].model.layers[0].mlp.down_proj.weight.shape[0]
+    for rows in (1, 8, 64, 200, 1024):
+        # Rows are normed, as a layer's are.
+        x = torch.randn(1, rows, size, device=DEVICE, dtype=torch.bfloat16)
+
+        def repeat(model: Any, x: Tensor = x) -> Callable[[], None]:
+            block = model.model.layers[0].mlp
+            for _ in range(40):
+                block(x)
+
+            def call() -> None:
+                for _ in range(8):
+                    block(x)
+
+            return call
+
+        calls = {kind: repeat(model) for kind, model in models.items()}
+        report(results, f"{name}, block of {rows} tokens, us", turns(calls, 60 if CUDA else 1), 8e-6)
+
+
+def graphs(results: Results, name: str, models: dict[str, Any], batches: list[int]) -> None:
+    """The blocks of all layers in turn, so that no cache holds their weights, and a step of decoding, as graphs."""
+    from transformers import StaticCache
+
+    size = models["plain"].model.layers[0].mlp.down_proj.weight.shape[0]
+    for batch in batches:
+        x = torch.randn(batch, 1, size, device=DEVICE, dtype=torch.bfloat16)
+
+        def blocks(model: Any, x: Tensor = x) -> Callable[[], None]:
+            def call() -> None:
+                for layer in model.model.layers:
+                    layer.mlp(x)
+
+            return call
+
+        def step(model: Any, batch: int = batch) -> Callable[[], None]:
+            cache = StaticCache(config=model.config, max_cache_len=256)
+            ids = torch.randint(2, 32000, (batch, 1), device=DEVICE)
+            position = torch.tensor([200], device=DEVICE)
+            mask = torch.ones(batch, 1, 1, 256, dtype=torch.bool, device=DEVICE)
+
+            def call() -> None:
+                model(ids, attention_mask=mask, past_key_values=cache, position_ids=position[None])
+
+            for _ in range(6):
+                call()
+            return call
+
+        for what, make_call in (("a block", blocks), ("a step", step)):
+            row = replayed({kind: make_call(model) for kind, model in models.items()}, 15, 2)
+            layers = len(models["plain"].model.layers) if what == "a block" else 1
+            row = {kind: us / layers for kind, us in row.items()}
+            results.add(f"{name}, {what} of batch {batch}, CUDA graph", row, against="plain")
+
+
+def compiled(results: Results, name: str, models: dict[str, Any], batches: list[int], tokens: int) -> None:
+    for model in models.values():
+        model.forward = torch.compile(type(model).forward, mode="reduce-overhead").__get__(model)
+    for batch in batches:
+        ids = torch.randint(2, 32000, (batch, 8), device=DEVICE)
+        options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False}
+        options["cache_implementation"] = "static"
+        calls = {kind: (lambda model=model: model.generate(ids, **options)) for kind, model in models.items()}
+        turns(calls, 2)
+        report(results, f"{name}, compiled generate, batch {batch}, ms a token", turns(calls, 7), 1e-3 * tokens)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=SIZES, help="repeatable; all by default")
-    parser.add_argument("--batch", action="append", type=int, help="of generate; repeatable, 1 and 8 by default")
-    parser.add_argument("--tokens", type=int, default=24, help="new ones of a call of generate")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--graphs", action="store_true", help="generate with a static cache, compiled")
+    parser.add_argument("--batch", action="append", type=int, help="repeatable; 1 and 8 by default, and with graphs 16")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens that each model decodes")
+    parser.add_argument("--layers", type=int, help="another number than the model's")
+    parser.add_argument("--sparse", default="auto", help="the path of ReLU blocks")
+    parser.add_argument("--graphs", action="store_true", help="a block and a step of a model as CUDA graphs")
+    parser.add_argument("--compile", action="store_true", help="generate with a static cache, compiled")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    results, tokens = Results(__file__), options.tokens if CUDA else 4
+    results, tokens = Results(__file__), options.tokens if CUDA else 12
     for name in options.model or SIZES:
+        if options.layers:
+            SIZES[name][1]["num_hidden_layers"] = options.layers
         plain = make(name)
-        patched = copy.deepcopy(plain)
-        report = patch(patched, sparse=name.endswith("relu"))
-        print(f"\n== {name}\n{report}", flush=True)
-        models = {"plain": plain, "patched": patched}
+        patched, copied = copy.deepcopy(plain), copy.deepcopy(plain)
+        print(f"\n== {name}\n{patch(patched, sparse=options.sparse if name.endswith('relu') else False)}", flush=True)
+        models = {"plain": plain, "patched": patched, "copy": copied}
+        if options.graphs or options.compile:
+            del models["copy"], copied
         with torch.no_grad():
-            for batch in options.batch or (1, 8):
-                ids = torch.randint(2, 32000, (batch, 8), device=DEVICE)
-                extra = {"cache_implementation": "static"} if options.graphs else {}
-                if options.graphs:
-                    for model in models.values():
-                        model.forward = torch.compile(type(model).forward, mode="reduce-overhead").__get__(model)
-                calls = {kind: _generate(model, ids, tokens, **extra) for kind, model in models.items()}
-                _row(results, f"{name}, generate, batch {batch}, ms a token", calls, options.rounds, 1e-3 * tokens)
-            if not options.graphs:
-                ids = torch.randint(2, 32000, (8, 2048) if CUDA else (2, 32), device=DEVICE)
-                calls = {kind: (lambda model=model: model(ids, logits_to_keep=1)) for kind, model in models.items()}
-                if not name.startswith("opt"):
-                    _row(results, f"{name}, prefill {list(ids.shape)}, ms", calls, options.rounds, 1e-3)
-                    _blocks(results, name, models, options.rounds)
-        for kind, model in models.items():
-            paths = {p for m in model.modules() if (p := getattr(m, "last_path", None)) or (p := _path(m))}
-            print(f"  {kind}: last paths {sorted(paths)}", flush=True)
-        del plain, patched, models, calls
+            if options.graphs:
+                graphs(results, name, models, options.batch or [1, 4, 16])
+            elif options.compile:
+                compiled(results, name, models, options.batch or [1], tokens)
+            else:
+                eager(results, name, models, options.batch or [1, 8], tokens)
+        blocks = [module.__dict__.get("sparse_block") for module in patched.modules()]
+        print(f"  last paths {sorted({block.last_path for block in blocks if block is not None})}", flush=True)
+        models.clear()
+        del plain, patched, blocks
     results.keep()
-
-
-def _path(module: Any) -> str | None:
-    block = module.__dict__.get("sparse_block")
-    return None if block is None else block.last_path
-
-
-def _row(results: Results, label: str, calls: dict[str, Callable[[], Any]], rounds: int, scale: float) -> None:
-    row = turns(calls, rounds, scale)
-    results.found[label] = row
-    ratio = row["patched"] / row["plain"]
-    print(f"{label}: {', '.join(f'{k} {v:.3f}' for k, v in row.items())}; patched / plain {ratio:.3f}", flush=True)
-
-
-def _blocks(results: Results, name: str, models: dict[str, Any], rounds: int) -> None:
-    blocks = {kind: model.model.layers[0].mlp for kind, model in models.items()}
-    size = blocks["plain"].down_proj.weight.shape[0]
-    for rows in (1, 8, 64, 200, 1024):
-        x = torch.randn(rows, size, device=DEVICE, dtype=torch.bfloat16)
-
-        def repeat(block: Any, x: Tensor = x) -> Callable[[], None]:
-            def call() -> None:
-                for _ in range(50):
-                    block(x)
-
-            return call
-
-        calls = {kind: repeat(block) for kind, block in blocks.items()}
-        _row(results, f"{name}, block of {rows} tokens, us", calls, rounds, 50e-6)
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield decode("decode", *shape, compiled=True)
         for dtype in (bf16, fp32):
             yield decode("decode", 4096, 65536, 2304, 72, dtype, compiled=True)
-        for shape in ((32, 65536, 768, 64, fp32), (256, 65536, 768, 64, fp32)):
+        for shape in ((32, 65536, 768, 64, fp32), (256, 65536, 768, 64, fp32), (32, 131072, 512, 128, fp32)):
             yield ready(*shape)
         for dtype in (bf16, fp32):
             yield ready(4096, 65536, 2304, 72, dtype)
@@ -50,6 +50,11 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield decode("sweep_l0", 32, F, D, l0, fp32, sweep="L0")
     for width in (1024, 4096, 16384) if small else [1 << i for i in range(12, 18)]:
         yield decode("sweep_features", 32, width, D, 64, fp32, sweep="F")
+    # The article's tables of its decoder alone, from rows that are packed already.
+    for l0 in (16, 128) if small else (16, 32, 64, 128, 256, 512, 1024, 4096):
+        yield ready(32, F, D, l0, fp32, name="ready_l0", sweep="L0")
+    for width in (1024, 4096) if small else (4096, 16384, 32768, 65536, 131072):
+        yield ready(32, width, D, 64, fp32, name="ready_features", sweep="F")
     for B in (1, 16, 256) if small else (1, 4, 16, 64, 256, 1024, 4096):
         yield decode("sweep_batch", B, F, D, 64, fp32, sweep="B")
     if device.type == "cuda":
@@ -129,12 +134,14 @@ def decode(
     )
 
 
-def ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
+def ready(
+    B: int, F: int, D: int, l0: int, dtype: torch.dtype, *, name: str = "decode_ready", sweep: str | None = None
+) -> Case:
     # As many as `pack` gives by itself, which says that rows may have few; more where rows have more.
     capacity = max(default_capacity(F), 1 << (l0 - 1).bit_length())
     return Case(
         room="sae",
-        name="decode_ready",
+        name=name,
         parameters={"B": B, "F": F, "D": D, "L0": l0},
         dtype=dtype,
         make=lambda device, generator: _inputs(B, F, D, l0, dtype, device, generator),
@@ -166,6 +173,7 @@ def ready(B: int, F: int, D: int, l0: int, dtype: torch.dtype) -> Case:
         reference=_reference,
         bytes=_moved(2 * B * l0, B, F, D, l0, dtype),
         flops=2 * B * l0 * D,
+        sweep=sweep,
     )
 
 

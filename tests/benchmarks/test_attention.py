@@ -1,6 +1,8 @@
 """`python -m benchmarks` and its sweep on the room attention."""
 
+import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -81,3 +83,36 @@ def test_cases_that_are_left_out_are_told() -> None:
     for given, room, option in (({"dtype": torch.float16}, "gemm", "--dtype"), ({"lengths": (64,)}, "sae", "--length")):
         with pytest.raises(ValueError, match=f"no case of {room} has that {option}; --list shows every case"):
             load_cases(BENCHMARKS, room, None, CPU, True, given)
+
+
+def test_results_are_checked_at_another_length(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """At that length alone, by the error that is asked for; and a wrong result ends with 1, without a timing."""
+    given = ["attention", "--device", "cpu", "--quick", "--case", "gated_sparse_attention", "--provider", "gossamer"]
+    given += ["--length", "256", "--verify-length", "128", "--out", str(tmp_path)]
+    found = CliRunner().invoke(main, [*given, "--atol", "0.1"])
+    assert found.exit_code == 0, found.output
+    assert "checked attention/gated_sparse_attention/B=1,T=128,hidden=64" in found.output
+    assert "tokens/ms" in found.output and "FLOP a byte" in found.output
+    (file,) = tmp_path.glob("*.json")
+    content = json.loads(file.read_text())
+    (case,) = content["cases"]
+    assert content["settings"]["verify_length"] == 128 and not content["settings"]["verify"]
+    assert (case["parameters"]["T"], case["tokens"], case["providers"][0]["error"]) == (256, 256, None)
+    assert case["providers"][0]["budget"] == 0.1
+    file.unlink()
+    wrong = CliRunner().invoke(main, [*given, "--atol", "1e-30"])
+    assert wrong.exit_code == 1 and "gossamer: WRONG: error" in wrong.output and "exceeds 1e-30" in wrong.output
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_stages_of_a_layer() -> None:
+    """The published count of FLOPs at T 4,096, whose scores and attention are not causal."""
+    from benchmarks.attention.bench_gated_sparse_attention import least_flops, stages
+
+    T, width, k = 4096, 2048, 2048
+    found = stages(T, width, k)
+    seen, taken = T * (T + 1) / 2, k * (k + 1) / 2 + (T - k) * k
+    indexer = 2 * T * width * (256 + 64 + 4) + 2 * 64 * 4 * seen
+    assert least_flops(T, width, k, False) == 12 * T * width**2 + indexer + 4 * width * taken
+    assert least_flops(T, width, k, True) == 3 * (12 * T * width**2 + 4 * width * taken) + indexer
+    assert found["output projection"] == (2 * T * width**2, 2 * (2 * T * width + width**2))

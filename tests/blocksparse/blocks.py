@@ -49,7 +49,7 @@ def random_index(layout: Layout, bound: int, *, seed: int = 0, dtype: torch.dtyp
     index = torch.randint(-1, max(bound, 0), layout.dense_shape, device=layout.device, generator=generator).to(dtype)
     blocks = from_dense(index, layout)
     inside = from_dense(torch.ones_like(index, dtype=torch.bool), layout).values
-    return BlockSparseTensor(torch.where(inside, blocks.values, 1 << 20), layout)
+    return BlockSparseTensor(torch.where(inside, blocks.values, min(1 << 20, torch.iinfo(dtype).max)), layout)
 
 
 def dense_index(index: BlockSparseTensor, bound: int) -> Tensor:

@@ -11,7 +11,7 @@ def calls(device: torch.device) -> None:
     layout = blocksparse.Layout.from_mask(mask, (16, 32), size=(20, 40), capacity=4)
     x = torch.randn(1, 20, 40, device=device, requires_grad=True)
     blocks = blocksparse.from_dense(x, layout)
-    (blocks.to_dense(1.0).sum() + blocks.square().sum().sum()).backward()
+    (blocks.to_dense(1.0).sum() + blocks.square().sum(-1).sum()).backward()
     q, k = (torch.randn(2, 2, t, 8, device=device, requires_grad=True) for t in (20, 40))
     bias = torch.randn(2, 20, 40, device=device, requires_grad=True)
     lengths = torch.tensor([40, 3], device=device)
@@ -40,9 +40,9 @@ def _operators(device: torch.device) -> None:
         blocksparse.matmul(a, b, square, transpose_b=True).values,
         blocksparse.matmul(x, y, square, transpose_b=True).values,
         a.mT.values,
-        a.sum(),
+        a.sum(-1),
         a.amax(-2),
-        a.amax(),
+        a.amax(-1),
         (a + torch.ones(32, 1, device=device, requires_grad=True)).values,
     ]
     mask = torch.ones(32, 96, dtype=torch.bool, device=device)

@@ -176,3 +176,33 @@ def test_the_way_out_is_named() -> None:
     with pytest.raises(TypeError, match=r"torch.cumsum: no argument may be a BlockSparseTensor. .* x.to_dense\(\)"):
         torch.cumsum(x, 0)
     assert not hasattr(x, "no_such_thing")
+
+
+@pytest.mark.parametrize("name", ["add", "sub", "mul", "div", "pow", "remainder", "floor_divide"])
+def test_pytorchs_functions_of_two_elements(name: str, device: torch.device) -> None:
+    """Against the same of the values, with numbers, tensors of one element and block-sparse operands on either side."""
+    function = getattr(torch, name)
+    x = from_dense(torch.rand(32, 32, device=device) + 1, Layout.from_mask(torch.eye(2, device=device).bool(), 16))
+    y, number = x * 2, torch.tensor(1.5, device=device)
+    for got, want in (
+        (function(x, 2), function(x.values, 2)), (function(x, y), function(x.values, y.values)),
+        (function(x, number), function(x.values, number)), (function(number, x), function(number, x.values)),
+    ):  # fmt: skip
+        assert got.layout is x.layout and torch.equal(got.values, want)
+    if name == "add":
+        with pytest.raises(TypeError, match=r"torch\.add: no argument may be a BlockSparseTensor"):
+            torch.add(x, 1, alpha=2)
+    assert torch.equal(torch.matmul(x, y.to_dense()), x @ y.to_dense())
+
+
+def test_dtypes_and_copies(device: torch.device) -> None:
+    values = torch.randn(2, 16, 16, device=device, requires_grad=True)
+    x = BlockSparseTensor(values, Layout.from_mask(torch.eye(2, device=device).bool(), 16))
+    for name in ("float", "double", "half", "bfloat16", "int", "long", "bool", "clone", "cpu"):
+        got, want = getattr(x, name)(), getattr(values, name)()
+        assert got.dtype is want.dtype and torch.equal(got.values, want) and got.device == want.device
+        assert got.layout is x.layout if name != "cpu" else got.layout.device.type == "cpu"
+    copied = torch.clone(x)
+    assert copied.values.data_ptr() != values.data_ptr()
+    (grad,) = torch.autograd.grad((copied.double() * 2).sum(), values)
+    assert torch.equal(grad, torch.full_like(values, 2))

@@ -28,7 +28,7 @@ def _spread(x: BlockSparseTensor, vector: Tensor) -> Tensor:
 
 
 STEPS: dict[str, Step] = {
-    "sum": lambda x, vector: x.sum() * x.mean(),
+    "sum": lambda x, vector: x.sum(-1) * x.mean(-1),
     "max": lambda x, vector: x.amax(-2).clamp(min=-9) * vector,
     "vectors": _moved,
     "broadcast": _spread,
@@ -86,7 +86,7 @@ def test_a_layout_of_the_same_graph(device: torch.device) -> None:
         a, b = (Layout.from_mask(mask, 16, capacity=18) for mask in (first, second))
         made = Layout.product(a, b, capacity=18), a.union(b, capacity=18), a.intersection(b, capacity=18)
         blocks = blocksparse.from_dense(x, made[1])
-        return *(layout.to_dense() for layout in made), blocks.sum(), (blocks.exp() * 2).mT.to_dense()
+        return *(layout.to_dense() for layout in made), blocks.sum(-1), (blocks.exp() * 2).mT.to_dense()
 
     follows(call, first, second, x)
 

@@ -36,7 +36,7 @@ FUNCTIONS = {
     "repeat": lambda x: blocksparse.repeat(x, (2, 1)),
     "adapt": lambda x: blocksparse.adapt(x, blocksparse.adapt(x.layout, 32)),
     "sum": lambda x: x.sum(-2),
-    "max": lambda x: x.amax(),
+    "max": lambda x: x.amax(-1),
     "product with dense": lambda x: blocksparse.matmul(x, torch.ones(x.shape[1], 3, device=x.device)),
 }
 

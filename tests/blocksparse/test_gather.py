@@ -18,6 +18,8 @@ CASES = [
     ((2,), (20, 20), (32, 16), -2, (2,), (40, 20)),
     ((3, 2), (10, 33), (16, 16), 0, (2, 2), (10, 17)),
     ((1, 3), (20, 33), (32, 16), 1, (1, 2), (20, 33)),
+    ((3, 2), (20, 33), (16, 16), -1, (2, 1), (18, 40)),
+    ((2, 3), (10, 17), (16, 16), 0, (3, 1), (10, 17)),
 ]
 
 
@@ -41,7 +43,7 @@ def test_gather(lead, size, block, dim, index_lead, index_size, device: torch.de
     check(lead, size, block, dim, index_lead, index_size, torch.float32, torch.int64, device)
 
 
-@pytest.mark.parametrize("index_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("index_dtype", [torch.int8, torch.int16, torch.int32, torch.int64])
 def test_dtypes(index_dtype: torch.dtype, dtype: torch.dtype, device: torch.device) -> None:
     check((), (20, 40), (16, 16), -1, (), (20, 50), dtype, index_dtype, device)
 
@@ -202,7 +204,11 @@ def test_compiles(compiled, device: torch.device) -> None:
         ({"index": torch.ones(32, 32)}, TypeError, "index must be a BlockSparseTensor, got Tensor"),
         ({"dtype": torch.float32}, TypeError, "index must be int32 or int64, got float32"),
         ({"dim": 2}, ValueError, "dim must be from -2 to 1, got 2"),
-        ({"size": (33, 32)}, ValueError, r"but for dim 1 index must have .* input is \[32, 32\], index \[33, 32\]"),
+        (
+            {"size": (33, 32)},
+            ValueError,
+            r"index must have .* be at most as long along each but dim 1; input is \[32, 32\], index \[33, 32\]",
+        ),
         (
             {"block": (32, 16)},
             ValueError,

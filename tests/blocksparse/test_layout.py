@@ -162,11 +162,6 @@ def test_what_is_drawn(device: torch.device) -> None:
     assert repr(layout) == f"{layout.summary()}\n{layout.draw()}"
     assert repr(Layout.full((100, 100), 16)) == Layout.full((100, 100), 16).summary()
     assert repr(Layout.full((0, 3, 3), 16)) == Layout.full((0, 3, 3), 16).summary()
-    axis = pytest.importorskip("matplotlib.axes")
-    import matplotlib
-
-    matplotlib.use("agg")
-    assert isinstance(layout.plot(), axis.Axes)
 
 
 @pytest.mark.native

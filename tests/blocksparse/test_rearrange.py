@@ -1,5 +1,6 @@
 """Repeats, pieces, joins and other blocks, against PyTorch's on dense tensors: these are moves, and exact."""
 
+import math
 from collections.abc import Sequence
 
 import pytest
@@ -400,3 +401,24 @@ def test_empty_pieces(lead: tuple[int, ...], size: tuple[int, int], device: torc
             assert not got.any()
     with pytest.raises(ValueError, match=r"repeat: sizes must be at least 1, got -1"):
         repeat_interleave(blocks, -1, 0)
+
+
+@pytest.mark.parametrize("capacity", [None, 9])
+@pytest.mark.parametrize("to", [16, (32, 16), "layout"], ids=str)
+def test_blocks_of_zeros_are_pruned(to, capacity: int | None, device: torch.device) -> None:
+    """Elements beyond the matrix and behind the last block, NaN here, hold no block; NaN in the matrix does."""
+    dense = torch.zeros(2, 40, 44, device=device)
+    dense[0, 3, 20], dense[0, 39, 43], dense[1, 17, 0] = 1, math.nan, -2
+    dense.requires_grad_()
+    layout = Layout.from_mask(torch.ones(2, 2, 2, device=device).bool(), 32, size=(40, 44), capacity=10)
+    x = from_dense(dense, layout)
+    inside = from_dense(torch.ones_like(dense).bool(), layout).values
+    x = BlockSparseTensor(torch.where(inside, x.values, math.nan), layout)
+    target = Layout.full((2, 3, 3), 16, size=(40, 44), device=device) if to == "layout" else to
+    out = adapt(x, target, prune=True, capacity=capacity)
+    want = Layout.from_dense(dense, 16 if to == "layout" else to)
+    assert torch.equal(out.layout.to_dense(), want.to_dense())
+    assert out.layout.capacity == (int(want.nnz) if capacity is None else capacity)
+    torch.testing.assert_close(out.to_dense(), dense, equal_nan=True)
+    (grad,) = torch.autograd.grad(out.to_dense().sum(), dense)
+    assert torch.equal(grad, want.element_mask().float())

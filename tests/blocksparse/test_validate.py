@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, adapt, from_dense, matmul, validate
+from gossamer.blocksparse import BlockSparseTensor, Layout, adapt, from_dense, validate
 from tests.blocksparse.blocks import random_layout
 
 pytestmark = pytest.mark.native
@@ -16,32 +16,9 @@ def test_what_is_right_passes(device: torch.device) -> None:
     x = from_dense(torch.ones(2, 40, 50, device=device), layout)
     validate()
     validate(x, layout, Layout.from_mask(layout.to_dense(), (16, 32), size=(40, 50)), x)
-    validate(x, random_layout((3,), (10, 20), (16, 32), device), same_layout=False)
     # Equal blocks in two layouts: arithmetic refuses them, and takes what the error names.
     again = from_dense(x.to_dense(), Layout.from_mask(layout.to_dense(), (16, 32), size=(40, 50)))
-    validate(x, again, same_layout=False)
     validate(x, adapt(again, layout))
-
-
-def test_factors(device: torch.device) -> None:
-    a, b = (
-        from_dense(torch.ones(size, device=device), Layout.full((2, 2), block, size=size, device=device))
-        for size, block in (((32, 64), (16, 32)), ((64, 32), (32, 16)))
-    )
-    validate(a, b, a, product=True)
-    matmul(a, b)
-    with pytest.raises(ValueError, match=r"its blocks are 32 x 16, .*Use adapt; of factors say product=True"):
-        validate(a, b, same_layout=False)
-    lines = [
-        "- operand 1: it has 32 rows, operand 0 64 columns. They meet in a product.",
-        "- operand 1: its blocks are 16 high, those of operand 0 32 wide. Use adapt.",
-        r"- operand 2: its leading dimensions are \[3\], those of operand 1 \[\]. Use repeat.",
-        "- operand 2: its values are float16, those of operand 0 float32.",
-    ]
-    c = Layout.full((3, 2, 2), (32, 16), device=device)
-    c = from_dense(torch.ones(c.dense_shape, device=device).half(), c)
-    with pytest.raises(ValueError, match="4 things are wrong.\n" + "\n".join(lines)):
-        validate(a, a, c, product=True)
 
 
 def test_what_is_wrong_is_named(device: torch.device) -> None:
@@ -57,7 +34,7 @@ def test_what_is_wrong_is_named(device: torch.device) -> None:
         ((x, Layout.from_mask(mask.T, 16)), "operand 1: it has 1 blocks that operand 0 lacks, and lacks 1"),
         ((x, Layout.from_mask(mask[:1], 16)), r"operand 1: it is of \[16, 32\] elements, operand 0 of \[32, 32\]"),
         ((x, from_dense(torch.ones(32, 32, device=device).half(), layout)), "operand 1: its values are float16, those"),
-        ((x, BlockSparseTensor(x.values, Layout.from_mask(mask, 16))), "operand 1: it has the blocks of .* as objects"),
+        ((x, BlockSparseTensor(x.values, Layout.from_mask(mask, 16))), "operand 1: it has the blocks of .* of its own"),
     ]
     for operands, line in cases:
         with pytest.raises(ValueError, match=f"1 thing is wrong.\n- {line}"):

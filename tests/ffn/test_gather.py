@@ -32,7 +32,7 @@ def test_light_rows_alone(
     up = (a["up"], a["up_bias"]) if gated else None
     want = dense(a["x"], a["gate"], up and up[0], a["down"], "relu", gate_bias=a["gate_bias"], up_bias=up and up[1])
     packed = pack(a["x"], a["gate"], a["gate_bias"], None)[0]
-    fits = (packed.counts <= 16).all(1)
+    fits = (packed[2] <= 16).all(1)
     light = fits & (counts <= limit)
     assert light[20] and not light[3] and light.sum() > 10
     for choice in (gather.CHOICE, gather.Choice(8, 16), gather.Choice(2, 64, registers=96)):

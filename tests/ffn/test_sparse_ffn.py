@@ -12,7 +12,7 @@ from tests.ffn.dense import check, operands
 @pytest.mark.parametrize("kept", ["relu", "jumprelu"])
 def test_what_is_packed(kept: str, device: torch.device, generator: torch.Generator) -> None:
     """Tile by tile the columns and values of what is active, ascending, up to the slots; and how many there are."""
-    from gossamer.ffn._triton._packed import SLOTS, TILE
+    from gossamer.ffn._triton.gather import SLOTS, TILE
     from gossamer.ffn._triton.sparse_ffn import pack
 
     tile, slots = TILE.value, SLOTS.value
@@ -22,16 +22,16 @@ def test_what_is_packed(kept: str, device: torch.device, generator: torch.Genera
     threshold = torch.full((600,), 0.6, device=device) if kept == "jumprelu" else None
     z = a["x"] @ a["gate"].t() + a["gate_bias"]
     z = torch.where(z > (0 if threshold is None else threshold), z, 0)
-    packed = pack(a["x"], a["gate"], a["gate_bias"], threshold)[0]
-    assert packed.values.shape == (5, 3, slots) and packed.indices.shape == packed.values.shape
+    values, indices, counts = pack(a["x"], a["gate"], a["gate_bias"], threshold)[0]
+    assert values.shape == (5, 3, slots) and indices.shape == values.shape
     for row in range(5):
         for number, part in enumerate(z[row].split(tile)):
             columns = part.nonzero().flatten()
-            assert int(packed.counts[row, number]) == len(columns)
+            assert int(counts[row, number]) == len(columns)
             if len(columns) <= slots:
-                assert packed.indices[row, number, : len(columns)].tolist() == columns.tolist()
-                torch.testing.assert_close(packed.values[row, number, : len(columns)], part[columns])
-    assert (packed.counts[3] > slots).any() and not packed.counts[4].any()
+                assert indices[row, number, : len(columns)].tolist() == columns.tolist()
+                torch.testing.assert_close(values[row, number, : len(columns)], part[columns])
+    assert (counts[3] > slots).any() and not counts[4].any()
 
 
 @pytest.mark.kernels

@@ -72,6 +72,10 @@ def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device
         (140, 6877, 720, False),
         (302, 22599, 120, False),
         (196, 979, 3520, False),
+        # 603 and 389, 346 and 144, 149 and 114: tiles that are half empty, or a last turn that is.
+        (144, 50368, 12208, True),
+        (143, 20048, 12136, True),
+        (1000, 4544, 6792, True),
         # An autoencoder, and a block's layer.
         (4096, 65536, 2304, False),
         (16384, 5632, 2048, False),

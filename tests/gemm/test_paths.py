@@ -60,7 +60,7 @@ def test_the_docs_name_every_path() -> None:
 
 def test_what_runs_is_named(device: torch.device, mode: str) -> None:
     """In a profiler's range, wherever kernels run."""
-    x, weight = (torch.randn(*size, device=device) for size in ((3, 8), (16, 8)))
+    x, weight = (torch.randn(*size, device=device) for size in ((3, 16), (16, 16)))
     with profile(activities=[ProfilerActivity.CPU]) as seen:
         gemm.linear_glu(x, weight)
         gemm.linear_glu(x[:1], weight, weight)

@@ -165,7 +165,7 @@ def test_small_decoders_are_compiled_once_for_many_numbers_of_rows() -> None:
 def test_a_small_pass_within_a_pass_takes_no_turn_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     sae = inference.make("standard", torch.device("cpu"))
     density = patch(sae).density
-    monkeypatch.setattr("gossamer.integrations.sae_lens._is_small", lambda self, x, name: len(x) == 2)
+    monkeypatch.setattr("gossamer.integrations.sae_lens.is_small", lambda self, x, name: len(x) == 2)
     x = inference.activations(torch.device("cpu"))
 
     def inner(module: Any, args: Any, out: Any) -> None:

@@ -262,7 +262,7 @@ def test_copied_and_pickled(kind: str, device: torch.device) -> None:
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.zero_()
-        torch.testing.assert_close(logits(other, ids), plain)
+        torch.testing.assert_close(logits(other, ids), plain, rtol=1e-4, atol=1e-4)
         assert {module.sparse_block.method for module in blocks(other)} == {"gather"}
         unpatch(other)
         torch.testing.assert_close(logits(other, ids), plain)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -79,12 +80,36 @@ ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
     *(torch.relu, torch.rsqrt, torch.sigmoid, functional.silu, torch.sin, torch.sqrt, torch.square, torch.tanh),
 )
 """PyTorch's functions that take block-sparse tensors as methods do."""
-_NAMES = {function.__name__ for function in ELEMENTWISE}
 VECTORS = ("__add__", "__sub__", "__rsub__", "__mul__")
 """Operators whose other operand may be a vector."""
+MOVES = (
+    "bfloat16",
+    "bool",
+    "clone",
+    "contiguous",
+    "cpu",
+    "cuda",
+    "double",
+    "float",
+    "half",
+    "int",
+    "long",
+    "pin_memory",
+)
+"""Methods of tensors that change where elements are, or their dtype, and no shape."""
+_METHODS = {*(function.__name__ for function in ELEMENTWISE), *MOVES, "sum", "mean", "amax"}
 
 
-_REFLECTED = {torch.Tensor.add: "__radd__", torch.Tensor.mul: "__rmul__", torch.Tensor.sub: "__rsub__"}
+def _operators() -> Iterator[tuple[Any, tuple[str, str]]]:
+    for names in ("add", "sub", "mul", "pow", "matmul", "truediv div", "mod remainder", "floordiv floor_divide"):
+        word, name = names.split()[0], names.split()[-1]
+        pair = f"__{word}__", f"__r{word}__"
+        yield from ((function, pair) for function in (getattr(torch, name), getattr(Tensor, name)))
+        yield from ((pair[0], pair), (pair[1], (pair[1], pair[0])))
+
+
+_OPERATORS = dict(_operators())
+"""PyTorch's functions of two operands, or their names: the operators of a block-sparse left and of a right one."""
 
 
 class Arithmetic:
@@ -135,23 +160,19 @@ class Arithmetic:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """`torch.exp(x)` is `x.exp()`, for the functions of one element that there are; every other one raises."""
-        if func in _REFLECTED and not isinstance(args[0], cls):
-            # A compiler asks for the operator of a tensor on the left, also where it stands on the right.
-            return getattr(args[1], _REFLECTED[func])(args[0])
+        """`torch.exp(x)` is `x.exp()`, and `torch.add(x, 1)` is `x + 1`, for what there is; every other one raises."""
         name = getattr(func, "__name__", str(func))
-        if args and isinstance(args[0], cls) and name in _NAMES:
+        # A compiler knows no names of the functions themselves.
+        pair = _OPERATORS.get(func) or _OPERATORS.get(name)
+        if pair is not None and len(args) == 2 and not kwargs:
+            own = isinstance(args[0], cls)
+            return getattr(args[not own], pair[not own])(args[own])
+        if args and isinstance(args[0], cls) and name in _METHODS:
             # Functions of `torch.nn.functional` hand their defaults on.
             options = {
                 option: value for option, value in (kwargs or {}).items() if (option, value) != ("inplace", False)
             }
             return getattr(args[0], name)(*args[1:], **options)
-        if len(args) == 2 and not isinstance(args[0], cls):
-            # A tensor stands on the left; a compiler may ask for the reflected operator of the right one instead.
-            base = name.strip("_")
-            reflected = f"__{base[1:]}__" if name.startswith("__r") else f"__r{base}__"
-            if hasattr(cls, reflected):
-                return getattr(args[1], reflected)(args[0])
         raise TypeError(
             f"torch.{name}: no argument may be a {cls.__name__}. For a function of single elements use "
             f"x.apply(torch.{name}); rows and columns have x.sum(dim), mean, amax and blocksparse.softmax; all "
@@ -159,6 +180,8 @@ class Arithmetic:
         )
 
     def __getattr__(self, name: str) -> Any:
+        if name in MOVES:
+            return lambda *args, **kwargs: self._moved(getattr(self.values, name)(*args, **kwargs))
         # Dunder names are looked for by protocols, which go without.
         if name.startswith("__") or not hasattr(Tensor, name):
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
@@ -190,8 +213,9 @@ class Arithmetic:
         values = self.taken(torch.is_grad_enabled() and self.values.is_floating_point())
         return replace(self, values=function(values))  # type: ignore[type-var]
 
-    def sum(self, dim: int = -1) -> Tensor:
-        """The sum of each row (`dim=-1`), `[..., M]`, or column (`dim=-2`), `[..., N]`; absent blocks are zeros.
+    def sum(self, dim: int | None = None) -> Tensor:
+        """The sum of all elements, or of each row (`dim=-1`), `[..., M]`, or column (`dim=-2`), `[..., N]`; absent
+        blocks are zeros.
 
         It has this tensor's dtype and is added up in float32; that of integers and bool is int64, exact. It is
         differentiable, and has the same bits in each run.
@@ -202,25 +226,26 @@ class Arithmetic:
         Source: Schön and Tompits, blksprs (row-wise operations).
 
         >>> x = from_dense(torch.ones(32, 32), Layout.from_mask(torch.eye(2).bool(), 16))
-        >>> x.sum()[0].item(), x.mean()[0].item(), (x - 3).amax()[0].item()
-        (16.0, 0.5, -2.0)
+        >>> x.sum().item(), x.mean(-1)[0].item(), (x - 3).amax(-1)[0].item()
+        (512.0, 0.5, -2.0)
         """
         return self._reduced("sum", dim, "sum")
 
-    def mean(self, dim: int = -1) -> Tensor:
-        """The mean of each row or column, absent blocks counted as zeros, as `sum`; of floats."""
+    def mean(self, dim: int | None = None) -> Tensor:
+        """The mean of all elements, or of each row or column, absent blocks counted as zeros, as `sum`; of floats."""
         check_floats("blocksparse.BlockSparseTensor.mean", "x", self.values)
-        return self._reduced("mean", dim, "sum") / self.layout.dense_shape[dim]
+        shape = self.layout.dense_shape
+        return self._reduced("mean", dim, "sum") / (math.prod(shape) if dim is None else shape[dim])
 
-    def amax(self, dim: int = -1) -> Tensor:
-        """The largest stored element of each row or column, as `sum`, in this tensor's dtype.
+    def amax(self, dim: int | None = None) -> Tensor:
+        """The largest stored element, of all or of each row or column, as `sum`, in this tensor's dtype.
 
         Absent blocks take no part, as in `softmax`: a row without blocks gives -inf, of integers the lowest number.
         Elements that share the maximum share the gradient, as in `torch.amax`.
         """
         return self._reduced("amax", dim, "max")
 
-    def _reduced(self, name: str, dim: int, how: str) -> Tensor:
+    def _reduced(self, name: str, dim: int | None, how: str) -> Tensor:
         operator = f"blocksparse.BlockSparseTensor.{name}"
         if self.values.is_floating_point():
             check_floats(operator, "x", self.values)
@@ -236,7 +261,10 @@ class Arithmetic:
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
-        """On another device or in another dtype, with the arguments of `torch.Tensor.to`."""
-        values = self.values.to(*args, **kwargs)
+        """On another device or in another dtype, with the arguments of `torch.Tensor.to`; so are `cpu()`, `float()` and
+        their like, and `clone()`."""
+        return self._moved(self.values.to(*args, **kwargs))
+
+    def _moved(self, values: Tensor) -> Self:
         layout = self.layout if values.device == self.layout.device else self.layout.to(values.device)
         return replace(self, values=values, layout=layout)  # type: ignore[type-var]

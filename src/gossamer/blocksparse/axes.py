@@ -5,12 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
-
-from gossamer._core import checks
 
 Map = Callable[[torch.device], Tensor]
 
@@ -75,38 +72,20 @@ Axes = tuple[Axis, Axis, Axis]
 """What happens to matrices, to rows and to columns."""
 
 
-class Moved:
-    """What happens to matrices, the shape of the result, and what follows from it on the device, made when it is asked
-    for."""
+def maps(moved: Axes, device: torch.device) -> list[Tensor | None]:
+    """int64 `[result's length, 1]` of each axis: sources."""
+    return [None if axis.forward is None else axis.forward(device)[:, None] for axis in moved]
 
-    def __init__(self, axes: Axes, shape: tuple[int, ...] = ()) -> None:
-        self.axes = axes
-        self.shape = shape
-        self._made: dict[str, Any] = {}
 
-    def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What `make` makes, kept: but not what a graph makes, which is there only when the graph is replayed."""
-        if torch.compiler.is_compiling() or checks.capturing():
-            return self._made[name] if name in self._made else make()
-        if name not in self._made:
-            # A gradient may ask later for what inference made first.
-            with torch.inference_mode(False):
-                self._made[name] = make()
-        return self._made[name]
-
-    def maps(self, device: torch.device) -> list[Tensor | None]:
-        """int64 `[result's length, 1]` of each axis: sources."""
-        return [None if axis.forward is None else axis.forward(device)[:, None] for axis in self.axes]
-
-    def inverses(self, device: torch.device) -> list[Tensor | None]:
-        """int64 `[source's length, copies]` of each axis, such that copy k of a source is at place k of all three."""
-        counts = [axis.copies for axis in self.axes]
-        number = torch.arange(math.prod(counts), device=device)
-        found = []
-        for k, x in enumerate(axis.inverse(device) for axis in self.axes):
-            copy = number // math.prod(counts[k + 1 :]) % counts[k]
-            found.append(None if x is None else x.index_select(1, copy))
-        return found
+def inverses(moved: Axes, device: torch.device) -> list[Tensor | None]:
+    """int64 `[source's length, copies]` of each axis, such that copy k of a source is at place k of all three."""
+    counts = [axis.copies for axis in moved]
+    number = torch.arange(math.prod(counts), device=device)
+    found = []
+    for k, x in enumerate(axis.inverse(device) for axis in moved):
+        copy = number // math.prod(counts[k + 1 :]) % counts[k]
+        found.append(None if x is None else x.index_select(1, copy))
+    return found
 
 
 def whole(length: int) -> Axis:
@@ -162,18 +141,16 @@ def along(lead: Sequence[int], dim: int, axis: Axis) -> Axis:
 
 def tiled(lead: Sequence[int], times: Sequence[int], interleave: bool) -> Axis:
     """Leading dimensions of which each is repeated, for matrices counted through."""
-    axis = whole(math.prod(lead))
-    for dim, count in enumerate(times):
-        if count != 1:
-            shape = [size * t if k < dim else size for k, (size, t) in enumerate(zip(lead, times))]
-            axis = then(axis, along(shape, dim, repeated(shape[dim], count, interleave)))
-    return axis
+    count, copies = math.prod(lead), math.prod(times)
+    if all(each == 1 for each in times):
+        return whole(count)
 
+    def forward(device: torch.device) -> Tensor:
+        at = torch.arange(count, device=device).view(*lead)
+        if not interleave:
+            return at.repeat(*times).view(-1)
+        for dim, each in enumerate(times):
+            at = at.repeat_interleave(each, dim)
+        return at.view(-1)
 
-def then(first: Axis, second: Axis) -> Axis:
-    """One axis after another, of matrices."""
-    forward, later = first.forward, second.forward
-    if forward is None or later is None:
-        return second if forward is None else first
-    copies = first.copies * second.copies
-    return Axis(first.source, second.length, lambda device: forward(device)[later(device)], 1, copies)
+    return Axis(count, count * copies, forward, 1, copies)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gossamer.blocksparse.indexed import indexed
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 
 def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> BlockSparseTensor:
@@ -13,8 +13,8 @@ def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> Bloc
     Args:
         input: `[..., M, N]`, of any dtype. What its layout does not store is zero.
         dim: any dimension, a leading one too.
-        index: `[..., M', N']`, int32 or int64, in blocks of the same size; but for `dim` the leading dimensions are
-            those of input, and M' <= M, N' <= N. Its layout says where results are; -1 gives 0. Any other index that
+        index: `[..., M', N']`, int8, int16, int32 or int64, in blocks of the same size, and but for `dim` at most as
+            long as input along each dimension. Its layout says where results are; -1 gives 0. Any other index that
             is out of range raises on the CPU; on a GPU it gives NaN, and of integers the lowest.
 
     Returns:
@@ -23,7 +23,7 @@ def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> Bloc
 
     Raises:
         ValueError: shapes, blocks or devices do not fit, or on the CPU an index is out of range.
-        TypeError: index is not int32 or int64, or an argument is no `BlockSparseTensor`.
+        TypeError: index holds no such integers, or an argument is no `BlockSparseTensor`.
 
     Source: Schön and Tompits, blksprs, section 3.2.4; `torch.gather`.
 
@@ -34,7 +34,7 @@ def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> Bloc
     [0.0, 3.0]
     """
     operator = "blocksparse.gather"
-    check_computed(operator, input=input)
+    check_blocks(operator, "computed", input=input)
     return BlockSparseTensor(
         indexed(operator, input.layout, dim, index).gather(input.values, strict=True), index.layout
     )

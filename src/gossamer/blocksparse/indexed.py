@@ -98,7 +98,7 @@ class Indexed:
 def indexed(operator: str, layout: Layout, dim: int, index: BlockSparseTensor) -> Indexed:
     """The indices of a public function, checked; `layout` is what they point into."""
     dims = len(layout.shape)
-    dim = _check_index(operator, "index", index, dims, dim)
+    dim, values = _check_index(operator, "index", index, dims, dim)
     other = index.layout
     checks.same_device(operator, "input", layout.device, index=index.values)
     if other.block_size != layout.block_size:
@@ -107,30 +107,33 @@ def indexed(operator: str, layout: Layout, dim: int, index: BlockSparseTensor) -
             f"{other.block_size[0]} x {other.block_size[1]}. Use blocksparse.adapt."
         )
     lead, lead_index = layout.dense_shape, other.dense_shape
-    fits = len(lead) == len(lead_index) and all(
-        k == dim or (b <= a if k >= dims - 2 else a == b) for k, (a, b) in enumerate(zip(lead, lead_index))
-    )
-    if not fits:
+    if len(lead) != len(lead_index) or any(k != dim and b > a for k, (a, b) in enumerate(zip(lead, lead_index))):
         raise ValueError(
-            f"{operator}: but for dim {dim} index must have the leading dimensions of input, and at most its rows and "
-            f"columns; input is {list(lead)}, index {list(lead_index)}."
+            f"{operator}: index must have the dimensions of input, and be at most as long along each but dim {dim}; "
+            f"input is {list(lead)}, index {list(lead_index)}."
         )
+    missing = [0 if k == dim else a - b for k, (a, b) in enumerate(zip(lead[:-2], lead_index))]
+    if any(missing):
+        # Matrices without blocks behind those of index: its blocks keep their order, and their values.
+        more = [0, 0, 0, 0, *(n for amount in reversed(missing) for n in (0, amount))]
+        mask = torch.nn.functional.pad(other.to_dense(), more)
+        other = Layout.from_mask(mask, other.block_size, size=other.size, capacity=other.capacity)
     along = _axis(dim, lead, lead_index)
-    return Indexed(index.values, (layout.buffer, layout.form, other.buffer, other.form, along))
+    return Indexed(values, (layout.buffer, layout.form, other.buffer, other.form, along))
 
 
 def layout_of_indices(indices: BlockSparseTensor, dim: int, size: int, *, capacity: int | None = None) -> Layout:
     """The layout that a gather reads, and a scatter writes: the blocks with elements that indices name.
 
     Args:
-        indices: `[..., M, N]`, int32 or int64; an index out of range names nothing.
+        indices: `[..., M, N]`, int8, int16, int32 or int64; an index out of range names nothing.
         dim: the dimension along which they point, a leading one too.
         size: of that dimension; the others are those of indices.
         capacity: as in `Layout.from_mask`.
 
     Raises:
         ValueError: dim is none of the dimensions, or size is below 1.
-        TypeError: indices are not int32 or int64.
+        TypeError: indices are no such integers.
         NotImplementedError: `capacity=None` under CUDA-graph capture.
 
     Source: Schön and Tompits, blksprs, section 3.3 (sparsity layout creation).
@@ -140,24 +143,25 @@ def layout_of_indices(indices: BlockSparseTensor, dim: int, size: int, *, capaci
     [[False, False, True, False]]
     """
     operator = "blocksparse.layout_of_indices"
-    dim = _check_index(operator, "indices", indices, len(indices.shape), dim)
+    dim, values = _check_index(operator, "indices", indices, len(indices.shape), dim)
     checks.positive(operator, "size", size, "It is the size of the dimension into which indices point.")
     layout, shape = indices.layout, list(indices.shape)
     shape[dim] = size
     (*lead, m, n), (height, width) = shape, layout.block_size
     along = _axis(dim, shape, indices.shape)
     target = Form(math.prod(lead), -(-m // height), -(-n // width), height, width, m, n, 0)
-    mask = _reach(BlocksparseGatherReach(indices.values, layout.buffer, layout.form, along, target))
+    mask = _reach(BlocksparseGatherReach(values, layout.buffer, layout.form, along, target))
     return Layout.from_mask(mask.view(*lead, *mask.shape[1:]), layout.block_size, size=(m, n), capacity=capacity)
 
 
-def _check_index(operator: str, name: str, index: Any, dims: int, dim: int) -> int:
-    """dim, from 0 on."""
+def _check_index(operator: str, name: str, index: Any, dims: int, dim: int) -> tuple[int, Tensor]:
+    """dim, from 0 on, and the values of the indices in a dtype that kernels read."""
     check_blocks(operator, **{name: index})
-    checks.whole(operator, **{name: index.values})
+    values = index.values.to(torch.int32) if index.dtype in (torch.int8, torch.int16) else index.values
+    checks.whole(operator, **{name: values})
     if not isinstance(dim, int) or not -dims <= dim < dims:
         raise ValueError(f"{operator}: dim must be from {-dims} to {dims - 1}, got {dim}.")
-    return dim % dims
+    return dim % dims, values
 
 
 def _axis(dim: int, shape: Sequence[int], index_shape: Sequence[int]) -> Axis:

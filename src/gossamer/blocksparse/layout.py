@@ -24,6 +24,12 @@ BLOCKS = (16, 32, 64, 128)
 BlockSize = int | tuple[int, int]
 
 
+def _part(name: str) -> Any:
+    """A number of the form, or a list of the buffer."""
+    owner, _, part = name.partition(".")
+    return property(lambda layout: getattr(getattr(layout, owner), part))
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Layout:
     """The present blocks of Z matrices of rows x cols blocks, by rows and by columns. `from_mask` makes one.
@@ -39,6 +45,7 @@ class Layout:
         filled: whether the host knows that there is no room behind the last block, because it has counted the blocks.
 
     Attributes:
+        batch: Z, the number of matrices; rows, cols: of blocks of each.
         shape: `(..., rows, cols)` in blocks.
         block_size: `(height, width)` of a block in elements, each 16, 32, 64 or 128.
         size: `(M, N)` in elements; the blocks of the last row and column may reach beyond.
@@ -84,54 +91,14 @@ class Layout:
     def size(self) -> tuple[int, int]:
         return self.form.m, self.form.n
 
-    @property
-    def batch(self) -> int:
-        """Z: the number of matrices."""
-        return self.form.z
-
-    @property
-    def rows(self) -> int:
-        return self.form.rows
-
-    @property
-    def cols(self) -> int:
-        return self.form.cols
-
-    @property
-    def capacity(self) -> int:
-        return self.form.capacity
+    row_offsets, col_indices, row_indices = map(_part, ("lists.row_offsets", "lists.col_indices", "lists.row_indices"))
+    col_offsets, transpose_order = map(_part, ("lists.col_offsets", "lists.transpose_order"))
+    positions, elements = map(_part, ("lists.positions", "lists.elements"))
+    batch, rows, cols, capacity = map(_part, ("form.z", "form.rows", "form.cols", "form.capacity"))
 
     @property
     def device(self) -> torch.device:
         return self.buffer.device
-
-    @property
-    def row_offsets(self) -> Tensor:
-        return self.lists.row_offsets
-
-    @property
-    def col_indices(self) -> Tensor:
-        return self.lists.col_indices
-
-    @property
-    def row_indices(self) -> Tensor:
-        return self.lists.row_indices
-
-    @property
-    def col_offsets(self) -> Tensor:
-        return self.lists.col_offsets
-
-    @property
-    def transpose_order(self) -> Tensor:
-        return self.lists.transpose_order
-
-    @property
-    def positions(self) -> Tensor:
-        return self.lists.positions
-
-    @property
-    def elements(self) -> Tensor | None:
-        return self.lists.elements
 
     @property
     def nnz(self) -> Tensor:
@@ -369,22 +336,6 @@ class Layout:
         capacity, most, filled = room_for(operator, mask, cuts if room else None, capacity)
         layout = Layout.from_mask(mask, self.block_size, size=self.size, capacity=capacity)
         return replace(elements.joined(layout, cuts, min(room, most), given, union), filled=filled)
-
-    def plot(self, ax: Any = None) -> Any:
-        """Draws the first matrix, present blocks dark, into a Matplotlib axis, a new one if None, and returns it.
-
-        Raises:
-            ImportError: Matplotlib is not installed (`pip install gossamer[cli]` installs it).
-        """
-        import matplotlib.pyplot as plt
-
-        ax = plt.subplots()[1] if ax is None else ax
-        (m, n), (rows, cols), (height, width) = self.size, self.shape[-2:], self.block_size
-        grid = self.to_dense().reshape(-1, rows, cols)[0].cpu().numpy()
-        extent = (0, cols * width, rows * height, 0)
-        ax.imshow(grid, cmap="Greys", vmin=0, vmax=1, interpolation="nearest", extent=extent, aspect="auto")
-        ax.set(xlim=(0, n), ylim=(m, 0), xlabel=f"{n} columns", ylabel=f"{m} rows")
-        return ax
 
     def draw(self) -> str:
         """The first matrix as text, a character a block, `#` where it is present; at most 64 x 64 of its blocks.

@@ -48,10 +48,6 @@ class Form(NamedTuple):
         return Form(z, cols, rows, width, height, n, m, capacity, cut, not turned)
 
 
-NONE: tuple[int, ...] = ()
-"""The form of a dense matrix."""
-
-
 def aligned(count: int) -> int:
     """int32 that a list of `count` takes in a buffer."""
     return count + -count % 4

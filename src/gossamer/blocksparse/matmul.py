@@ -15,7 +15,7 @@ from gossamer.blocksparse._torch.matmul import matmul as _cpu
 from gossamer.blocksparse.layout import Layout, check_layouts
 from gossamer.blocksparse.matmul_path import PATHS, choose_path
 from gossamer.blocksparse.records import BlocksparseMatmul
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 _NAME = "blocksparse.matmul"
 
@@ -116,7 +116,7 @@ def _check(a: Any, b: Any, x: Any, y: Any, out_layout: Layout | None) -> None:
                 f"{_NAME}: {name} must be a torch.Tensor or a BlockSparseTensor, got {type(operand).__name__}."
             )
         if isinstance(operand, BlockSparseTensor):
-            check_floating(_NAME, **{name: operand})
+            check_blocks(_NAME, "floating", **{name: operand})
         checks.floating(_NAME, **{name: values})
         if values.dim() < 2:
             raise ValueError(f"{_NAME}: {name} must have two dimensions or more, got shape {list(values.shape)}.")

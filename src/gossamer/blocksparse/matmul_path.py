@@ -54,13 +54,12 @@ ACROSS, DEEP = 256, 128
 @dataclass(frozen=True)
 class Walk:
     """How tiles go about a product on Hopper: rows of a tile; whether steps follow A's list; whether tiles are strips
-    of present blocks of the result; rows of tiles in a band; and the depth of the ring."""
+    of present blocks of the result; and rows of tiles in a band."""
 
     tile_m: int
     listed: bool
     strips: bool
     band: int = LEAST_BAND
-    stages: int = 4
 
 
 class Plan(NamedTuple):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -357,59 +358,28 @@ class _Grid:
         return of_rule(layout, cut, room, rule) if elements else layout
 
 
-def _near_blocks(
-    size: tuple[int, int], block: tuple[int, int], behind: int, ahead: int, dilation: int, cut: bool
-) -> int:
-    """How many blocks `_near` takes, or cuts.
-
-    Whole blocks that lie equally far apart are alike, so that sums along one line of them give the count of every row;
-    those of the last row and column, which may be smaller, are looked at one by one.
-    """
-    (m, n), (height, width) = size, block
-
-    def present(apart: int, rows: int, columns: int) -> bool:
-        least, most = apart - columns + 1, apart + rows - 1
-        whole = least >= -ahead and most <= behind and dilation == 1
-        return min(most, behind) // dilation * dilation >= max(least, -ahead) and not (cut and whole)
-
-    last, right = (count - 1 for count in grid_of(size, block))
-    if last < 0 or right < 0:
-        return 0
-    sums: dict[int, int] = {}
-    for apart in range(n - m - right * width, n - m + last * height + 1, min(height, width)):
-        sums[apart] = sums.get(apart - width, 0) + present(apart, height, width)
-    total = 0
-    for first in range(n - m, n - m + last * height, height):
-        total += sums[first] - sums[first - right * width]
-        total += present(first - right * width, height, n - right * width)
-    first, rows = n - m + last * height, m - last * height
-    total += sum(present(first - column * width, rows, width) for column in range(right))
-    return total + present(first - right * width, rows, n - right * width)
-
-
-def _token_blocks(size: tuple[int, int], block: tuple[int, int], tokens: int, cut: bool) -> int:
-    """How many blocks `_of_tokens` takes for the first tokens, or cuts."""
-    (m, n), (height, width) = size, block
-    rows, cols = grid_of(size, block)
-    queries, keys = range(max(m - n, 0), min(tokens + m - n, m)), min(tokens, n)
-    some_rows = queries[-1] // height - queries[0] // height + 1 if queries else 0
-    some_columns = -(-keys // width)
-    total = some_rows * cols + some_columns * rows - some_rows * some_columns
-    if not cut:
-        return total
-    all_rows = sum(r * height in queries and min((r + 1) * height, m) - 1 in queries for r in range(rows))
-    all_columns = cols if keys == n else keys // width
-    return total - (all_rows * cols + all_columns * rows - all_rows * all_columns)
-
-
 @lru_cache(maxsize=64)
 def _count(name: str, size: tuple[int, int], block: tuple[int, int], numbers: tuple[int, ...]) -> tuple[int, int]:
-    # Integers alone: a trace or a fake tensor has no number, and the blocks themselves may be too many for the host.
-    blocks: Callable[..., int] = _near_blocks if name == "_near" else _token_blocks
-    return blocks(size, block, *numbers, False), blocks(size, block, *numbers, True)
+    """How many blocks `_near` or `_of_tokens` takes, and how many of these it cuts, row by row and without tensors: a
+    trace or a fake tensor has no number."""
+    (m, n), (height, width) = size, block
+    key, found, cut = np.arange(0, n, width), 0, 0
+    last_key = np.minimum(key + width, n) - 1
+    for row in range(0, m, height):
+        first, last = row + n - m, min(row + height, m) - 1 + n - m
+        if name == "_near":
+            behind, ahead, dilation = numbers
+            least, most = first - last_key, last - key
+            some = np.minimum(most, behind) // dilation * dilation >= np.maximum(least, -ahead)
+            every = (least >= -ahead) & (most <= behind) & (dilation == 1)
+        else:
+            (tokens,) = numbers
+            some = (key < tokens) | (first < tokens and last >= 0)
+            every = (last_key < tokens) | (first >= 0 and last < tokens)
+        found += int(np.count_nonzero(some))
+        cut += int(np.count_nonzero(some & ~every))
+    return found, cut
 
 
-@torch.compiler.assume_constant_result
-def _counted(name: str, size: tuple[int, int], block: tuple[int, int], numbers: tuple[int, ...]) -> tuple[int, int]:
-    """How many blocks a pattern of these numbers has, and how many of them are cut, counted by the host."""
-    return _count(name, size, block, numbers)
+# A compiler looks into the cache, but takes a constant from a function.
+_counted = torch.compiler.assume_constant_result(lambda *given: _count(*given))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import replace
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -16,17 +16,21 @@ from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.blocksparse import axes
 from gossamer.blocksparse._torch.rearrange import rearrange as _cpu
-from gossamer.blocksparse.axes import Axes, Axis, Moved
+from gossamer.blocksparse.axes import Axes, Axis
 from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, check_layouts
 from gossamer.blocksparse.lists import Form, half_of
 from gossamer.blocksparse.records import BlocksparseRearrange
+from gossamer.blocksparse.rows import fill_outside
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
-MOVES = 16
-"""Repetitions of one layout whose maps and layout are kept."""
-_moves: Any = WeakTensorKeyDictionary()
+MOST = 16
+"""Repetitions of one layout that are kept."""
+_repetitions: Any = WeakTensorKeyDictionary()
 """By the buffer of a layout: its repetitions, by their arguments. Tensors of one layout have repetitions of one layout,
 which arithmetic asks for."""
+Made = TypeVar("Made")
+Maps = tuple[list[Tensor | None], list[Tensor | None]]
+"""Maps of the three axes, and their inverses."""
 Source = tuple[Tensor, Form]
 """The buffer of a layout, or its half of rows, and the form."""
 
@@ -65,24 +69,21 @@ def repeat(
         if size != 0 or not isinstance(size, int) or isinstance(size, bool):
             checks.positive(operator, "sizes", size, "They say how often x is repeated along each dimension.")
     whole = (*[1] * (len(sizes) - len(x.shape)), *x.shape)
+    shape = tuple(a * b for a, b in zip(whole, sizes))
     block, source = x.layout.block_size, x.layout
 
-    def make() -> Moved:
+    def make() -> tuple[Axes, Maps, Layout]:
         rows, cols = (axes.repeated(length, times, interleave) for length, times in zip(whole[-2:], sizes[-2:]))
-        matrices = axes.tiled(whole[:-2], sizes[:-2], interleave)
-        return Moved((matrices, rows, cols), tuple(a * b for a, b in zip(whole, sizes)))
-
-    def result() -> Layout:
-        mask, (z, rows, cols) = _reached(source, move.axes, block), move.axes
+        moved = z, _, _ = axes.tiled(whole[:-2], sizes[:-2], interleave), rows, cols
+        mask = _reached(source, moved, block)
         room = source.capacity * z.copies * rows.spread(block[0], block[0]) * cols.spread(block[1], block[1])
-        return _result(mask, move.shape, block, min(room, mask.numel()))
+        maps = _maps(moved, source.form, shape, x.device, True)
+        return moved, maps, _result(mask, shape, block, min(room, mask.numel()))
 
-    move = _move_of(source, (*sizes, interleave), make)
-    if layout is None:
-        layout = move.once("layout", result)
-    else:
-        _check_result(operator, layout, move.shape, x)
-    return _pull(x.values, (source.buffer, source.form), layout, move)
+    moved, maps, made = _kept(source, (*sizes, interleave), make)
+    if layout is not None:
+        _check_result(operator, layout, shape, x)
+    return _pull(x.values, (source.buffer, source.form), made if layout is None else layout, moved, maps)
 
 
 def split(
@@ -134,7 +135,7 @@ def split(
     found = []
     for (moved, shape), mask, most in zip(pieces, masks, room):
         result = _result(mask, shape, block, most)
-        found.append(_pull(x.values, (x.layout.buffer, x.layout.form), result, Moved(moved)))
+        found.append(_pull(x.values, (x.layout.buffer, x.layout.form), result, moved))
     return tuple(found)
 
 
@@ -172,9 +173,15 @@ def _cat(operator: str, tensors: Sequence[BlockSparseTensor], dim: int, layout: 
     dim = _dim(operator, first, dim)
     for k, x in enumerate(tensors):
         _check_alike(operator, first, x, f"tensors[{k}]", dim)
-    lengths = [x.shape[dim] for x in tensors]
+    grids, ahead, lengths = [], 0, [x.shape[dim] for x in tensors]
+    for x in tensors:
+        grid = x.layout.positions.view(x.layout.shape)
+        grids.append(torch.where(grid >= 0, grid.clamp(max=x.layout.capacity - 1) + ahead, -1))
+        ahead += x.layout.capacity
+    # A tensor that overflowed spoils all.
+    lost = torch.stack([x.layout.overflowed for x in tensors]).any()
     shape = (*first.shape[:dim], sum(lengths), *first.shape[dim + 1 :])
-    return _joined(operator, first, _side_by_side(tensors, dim), shape, dim, lengths, layout)
+    return _joined(operator, first, torch.cat([x.values for x in tensors]), grids, lost, shape, dim, lengths, layout)
 
 
 def stack(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | None = None) -> BlockSparseTensor:
@@ -251,97 +258,67 @@ def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | No
     rest = [size for k, size in enumerate(x.shape) if k != dim]
     into -= into > dim
     lengths, rest[into] = [rest[into]] * times, rest[into] * times
-    # The blocks as they are, in the places of the result's.
-    grid = torch.cat(given.positions.view(given.shape).clamp(max=given.capacity - 1).unbind(dim), into)
-    cols, place = max(grid.shape[-1], 1), torch.arange(grid.numel(), device=x.device)
-    of_block = torch.full((given.capacity + 1,), -1, dtype=torch.int64, device=x.device)
-    of_block.scatter_(0, torch.where(grid >= 0, grid, given.capacity).flatten().long(), place)
-    at = of_block[:-1]
-    lines, columns = (torch.where(at >= 0, part, -1) for part in (at // cols, at % cols))
-    source = _source(given, grid, into - len(rest), given.lists.nnz, lines, columns)
-    return _joined(operator, x, (x.values, source), tuple(rest), into, lengths, layout)
-
-
-def _source(layout: Layout, grid: Tensor, axis: int, nnz: Tensor, lines: Tensor, columns: Tensor) -> Source:
-    """Blocks side by side along an axis, whose numbers are in a grid `[..., rows, cols]`, like those of a layout."""
-    size = list(layout.size)
-    if axis >= -2:
-        size[axis] = grid.shape[axis] * layout.block_size[axis]
-    (*lead, rows, cols), capacity = grid.shape, lines.shape[0]
-    form = Form(math.prod(lead), rows, cols, *layout.block_size, size[0], size[1], capacity)
-    return half_of(form, nnz, columns, lines, grid), form
-
-
-def _side_by_side(tensors: Sequence[BlockSparseTensor], dim: int) -> tuple[Tensor, Source]:
-    """(values, where they are) of tensors whose grids of blocks stand side by side, their blocks as they were."""
-    layouts = [x.layout for x in tensors]
-    first = layouts[0]
-    grids, lines, columns, ahead, places = [], [], [], 0, 0
-    total = sum(layout.shape[dim] for layout in layouts)
-    inner = math.prod(first.shape[dim + 1 : -1])
-    for layout in layouts:
-        grid, at = layout.positions.view(layout.shape), layout.row_indices
-        grids.append(torch.where(grid >= 0, grid.clamp(max=layout.capacity - 1) + ahead, -1))
-        if dim == len(first.shape) - 1:
-            lines.append(at)
-            columns.append(torch.where(at >= 0, layout.col_indices + places, -1))
-        else:
-            # A row's number changes with those that stand before it.
-            step = max(layout.shape[dim] * inner, 1)
-            lines.append(torch.where(at >= 0, at // step * (total * inner) + at % step + places * inner, -1))
-            columns.append(layout.col_indices)
-        ahead, places = ahead + layout.capacity, places + layout.shape[dim]
-    # One that overflowed spoils all.
-    lost = torch.stack([layout.overflowed for layout in layouts]).any()
-    nnz = torch.where(lost, ahead + 1, 0).view(1)
-    joined = torch.cat(grids, dim), dim - len(first.shape), nnz, torch.cat(lines), torch.cat(columns)
-    return torch.cat([x.values for x in tensors]), _source(first, *joined)
+    grids = given.positions.view(given.shape).clamp(max=given.capacity - 1).unbind(dim)
+    return _joined(operator, x, x.values, grids, given.overflowed, tuple(rest), into, lengths, layout)
 
 
 def _joined(
     operator: str,
     like: BlockSparseTensor,
-    side_by_side: tuple[Tensor, Source],
+    values: Tensor,
+    grids: Sequence[Tensor],
+    lost: Tensor,
     shape: tuple[int, ...],
     dim: int,
     lengths: list[int],
     layout: Layout | None,
 ) -> BlockSparseTensor:
-    """Tensors that stand side by side block by block, as one of `shape`, in which they stand side by side element by
-    element: of these lengths along dim."""
-    values, source = side_by_side
-    block = like.layout.block_size
+    """Parts side by side, of `lengths` elements along `dim`, as one tensor of `shape`. A part is a grid `[..., rows,
+    cols]` of the numbers of its blocks among `values`, -1 where one is absent; `lost` says whether blocks are missing.
+    """
+    capacity, block, axis = values.shape[0], like.layout.block_size, dim - len(shape)
     ends = [axes.whole(shape[-2]), axes.whole(shape[-1])]
-    if (axis := dim - len(shape)) >= -2:
+    if axis >= -2:
         ends[axis] = axes.joined(lengths, block[axis])
     moved = axes.whole(math.prod(shape[:-2])), ends[0], ends[1]
+    # The blocks stay in their order, in which a half of a buffer says where they stand: parts begin with blocks.
+    grid = torch.cat(list(grids), dim)
+    *lead, rows, cols = grid.shape
+    form = Form(math.prod(lead), rows, cols, *block, ends[0].source, ends[1].source, capacity)
+    of_block = torch.full((capacity + 1,), -1, dtype=torch.int64, device=grid.device)
+    places = torch.arange(grid.numel(), device=grid.device)
+    at = of_block.scatter_(0, torch.where(grid >= 0, grid, capacity).flatten().long(), places)[:-1]
+    lines, columns = (torch.where(at >= 0, part, -1) for part in (at // max(cols, 1), at % max(cols, 1)))
+    buffer = half_of(form, torch.where(lost, capacity + 1, 0).view(1), columns, lines, grid)
     if layout is None:
-        present = Layout((source[1].z,), *source[::-1]).to_dense()
-        mask = _reach(present, moved, block, block)
-        room = values.shape[0] * ends[0].spread(block[0], block[0]) * ends[1].spread(block[1], block[1])
+        mask = _reach((grid >= 0).view(form[:3]), moved, block, block)
+        room = capacity * ends[0].spread(block[0], block[0]) * ends[1].spread(block[1], block[1])
         layout = _result(mask, shape, block, min(room, mask.numel()))
     else:
         _check_result(operator, layout, shape, like)
-    return _pull(values, source, layout, Moved(moved))
+    return _pull(values, (buffer, form), layout, moved)
 
 
 @overload
-def adapt(x: BlockSparseTensor, to: Layout | BlockSize, *, capacity: int | None = None) -> BlockSparseTensor: ...
+def adapt(
+    x: BlockSparseTensor, to: Layout | BlockSize, *, prune: bool = False, capacity: int | None = None
+) -> BlockSparseTensor: ...
 
 
 @overload
 def adapt(x: Layout, to: BlockSize, *, capacity: int | None = None) -> Layout: ...
 
 
-def adapt(x: Any, to: Any, *, capacity: int | None = None) -> Any:
+def adapt(x: Any, to: Any, *, prune: bool = False, capacity: int | None = None) -> Any:
     """The same matrices in other blocks.
 
     Args:
         x: a `BlockSparseTensor` `[..., M, N]` of any dtype, or a `Layout`.
         to: a block size, 16, 32, 64 or 128, or `(height, width)`, for blocks that cover all of x; or for a tensor a
             `Layout` of the same shape in elements.
-        capacity: as in `Layout.from_mask`, for a block size. For smaller blocks None makes room for all that there can
-            be, and costs no sync.
+        prune: whether the result of a tensor has only those blocks that hold anything but zeros; NaN is kept.
+        capacity: as in `Layout.from_mask`, for a block size, or with `prune`. For smaller blocks None makes room for
+            all that there can be, and costs no sync.
 
     Returns:
         `BlockSparseTensor`, differentiable in x, or a `Layout`. Blocks that x lacks, and parts of them, are zero;
@@ -362,17 +339,22 @@ def adapt(x: Any, to: Any, *, capacity: int | None = None) -> Any:
         return _adapted(x, check_block_size(operator, to), capacity)
     check_blocks(operator, x=x)
     if isinstance(to, int | tuple):
-        return realigned(x, _adapted(x.layout, check_block_size(operator, to), capacity))
+        to = _adapted(x.layout, check_block_size(operator, to), None if prune else capacity)
     check_layouts(operator, to=to)
     if to.dense_shape != x.shape:
         raise ValueError(f"{operator}: to must be of {list(x.shape)} elements like x, got {list(to.dense_shape)}.")
     checks.same_device(operator, "to", to.device, x=x.values)
-    return realigned(x, to)
+    out = realigned(x, to)
+    if not prune:
+        return out
+    held = (fill_outside(out.values, to, 0) != 0).flatten(1).any(1)
+    mask = (to.positions >= 0) & held[to.positions.clamp(0, to.capacity - 1)]
+    return realigned(out, _result(mask.view(to.form[:3]), x.shape, to.block_size, capacity))
 
 
 def realigned(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:
     """x in the blocks of another layout, which may have fewer rows and columns."""
-    return _pull(x.values, (x.layout.buffer, x.layout.form), layout, Moved(_unmoved(layout)))
+    return _pull(x.values, (x.layout.buffer, x.layout.form), layout, _unmoved(layout))
 
 
 def _unmoved(layout: Layout) -> Axes:
@@ -388,18 +370,30 @@ def _adapted(layout: Layout, block: tuple[int, int], capacity: int | None) -> La
     return _result(mask, layout.dense_shape, block, capacity)
 
 
-def _move_of(layout: Layout, key: Hashable, make: Callable[[], Moved]) -> Moved:
-    """The repetition that `make` makes of a layout's matrices, kept with its maps and layout."""
+def _kept(layout: Layout, key: Hashable, make: Callable[[], Made]) -> Made:
+    """What `make` makes of a layout, kept: but not what a graph makes, which is there only when it is replayed."""
     if torch.compiler.is_compiling() or type(layout.buffer) is not Tensor:
         return make()
-    kept = _moves.setdefault(layout.buffer, {})
+    kept = _repetitions.setdefault(layout.buffer, {})
     key = layout.lead, layout.form, key
-    if key not in kept:
-        if len(kept) >= MOVES:
+    if key in kept:
+        found: Made = kept[key]
+        return found
+    # A gradient may ask later for what inference made first.
+    with torch.inference_mode(False):
+        made = make()
+    if not checks.capturing():
+        if len(kept) >= MOST:
             kept.clear()
-        kept[key] = make()
-    found: Moved = kept[key]
-    return found
+        kept[key] = made
+    return made
+
+
+def _maps(moved: Axes, form: Form, shape: Sequence[int], device: torch.device, differentiable: bool) -> Maps:
+    """Sources, and where they go. Operators read no map where source or result has no elements."""
+    if not (form.z * form.m * form.n and math.prod(shape)):
+        return [None] * 3, [None] * 3
+    return axes.maps(moved, device), axes.inverses(moved, device) if differentiable else [None] * 3
 
 
 def _result(mask: Tensor, shape: Sequence[int], block: tuple[int, int], capacity: int | None) -> Layout:
@@ -462,17 +456,13 @@ def _check_alike(operator: str, first: BlockSparseTensor, x: BlockSparseTensor, 
     checks.same_device(operator, "tensors[0]", first.device, **{name: x.values})
 
 
-def _pull(values: Tensor, source: Source, layout: Layout, move: Moved) -> BlockSparseTensor:
+def _pull(values: Tensor, source: Source, layout: Layout, moved: Axes, maps: Maps | None = None) -> BlockSparseTensor:
     """`layout`'s blocks, each element from where the axes say."""
-    (buffer, form), block, device = source, layout.block_size, values.device
-    tile = move.axes[1].tile(values.shape[1], block[0]), move.axes[2].tile(values.shape[2], block[1])
-    maps: Any = [None] * 3
-    inverses: Any = [None] * 3
-    # Operators read no map where source or result has no elements.
-    if form.z * form.m * form.n and math.prod(layout.dense_shape):
-        maps = move.once("maps", lambda: move.maps(device))
-        inverses = move.once("inverses", lambda: move.inverses(device)) if needs_gradient(values) else inverses
-    given: Any = layout.form, *maps, *inverses, tile
+    (buffer, form), block = source, layout.block_size
+    tile = moved[1].tile(values.shape[1], block[0]), moved[2].tile(values.shape[2], block[1])
+    if maps is None:
+        maps = _maps(moved, form, layout.dense_shape, values.device, needs_gradient(values))
+    given: Any = layout.form, *maps[0], *maps[1], tile
     call = BlocksparseRearrange(values, buffer, form, layout.buffer, *given)
     return BlockSparseTensor(_rearrange(call), layout)
 

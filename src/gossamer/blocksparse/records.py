@@ -44,23 +44,15 @@ class BlocksparseTranspose(NamedTuple):
     form: tuple[int, ...]
 
 
-class BlocksparseFillOutside(NamedTuple):
-    """Blocks with `fill` beyond the matrices, and with `behind` also behind the last block."""
+class BlocksparseReduced(NamedTuple):
+    """`[rows, b]`: the sums (`how` "sum", in float32 at least, of integers int64) or the maxima ("max") of whole rows
+    of values (`dim` -1), or of columns (-2)."""
 
     values: Tensor
     layout: Tensor
     form: tuple[int, ...]
-    fill: float
-    behind: bool
-
-
-class BlocksparseCollect(NamedTuple):
-    """`[capacity, b]` -> `[rows, b]`: the sum of each row's vectors."""
-
-    parts: Tensor
-    layout: Tensor
-    form: tuple[int, ...]
     dim: int
+    how: str
 
 
 class BlocksparseShifted(NamedTuple):
@@ -72,15 +64,6 @@ class BlocksparseShifted(NamedTuple):
     form: tuple[int, ...]
     dim: int
     how: str
-
-
-class BlocksparseMost(NamedTuple):
-    """The maxima of whole rows of values."""
-
-    values: Tensor
-    layout: Tensor
-    form: tuple[int, ...]
-    dim: int
 
 
 class Axis(NamedTuple):

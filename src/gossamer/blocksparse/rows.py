@@ -17,15 +17,10 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer._core.operator import register
 from gossamer.blocksparse._torch import rows as _impl
-from gossamer.blocksparse._torch import tensor as _cpu
+from gossamer.blocksparse._torch.tensor import valid
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import lost
-from gossamer.blocksparse.records import (
-    BlocksparseCollect,
-    BlocksparseFillOutside,
-    BlocksparseMost,
-    BlocksparseShifted,
-)
+from gossamer.blocksparse.records import BlocksparseReduced, BlocksparseShifted
 
 
 def check_floats(operator: str, argument: str, values: Tensor) -> None:
@@ -47,38 +42,43 @@ def fill_outside(values: Tensor, layout: Layout, fill: float, behind: bool = Tru
     form = layout.form
     if not ((behind and not layout.filled) or form.m % form.height or form.n % form.width):
         return values
-    call = BlocksparseFillOutside(values, layout.buffer, form, float(fill), behind)
-    # A compiler fuses PyTorch's own functions with those that follow.
-    return _cpu.fill_outside(call) if torch.compiler.is_compiling() else _fill_outside(call)
+    return torch.where(valid(layout.lists, behind), values, values.new_full((), fill))
 
 
-def reduced(operator: str, values: Tensor, layout: Layout, dim: int, how: str) -> Tensor:
-    """The sum or the maximum ("max") of each row or column."""
-    if dim not in (-1, -2):
-        raise ValueError(f"{operator}: dim must be -1, a number for each row, or -2, one for each column, got {dim}.")
+def reduced(operator: str, values: Tensor, layout: Layout, dim: int | None, how: str) -> Tensor:
+    """The sum or the maximum ("max") of each row or column, or of all."""
+    if dim not in (None, -1, -2):
+        raise ValueError(
+            f"{operator}: dim must be -1, a number for each row, -2, one for each column, or None, one for all, got "
+            f"{dim}."
+        )
     dtype, exact = values.dtype, not values.is_floating_point()
     # A Python int leaves integers what they are, a float would not.
     absent = 0 if how == "sum" else lost(dtype) if exact else -math.inf
-    values = fill_outside(values, layout, absent, behind=False)
-    given = layout.buffer, layout.form, dim
-    if not exact:
-        values = values.to(torch.promote_types(dtype, torch.float32))
-    if how == "sum":
-        out = _collect(BlocksparseCollect(values.sum(dim), *given))
+    values = fill_outside(values, layout, absent, behind=dim is None)
+    if dim is None:
+        out = values.sum(dtype=_impl.summed(dtype)) if how == "sum" else values.amax()
     else:
-        out = _most(BlocksparseMost(values, *given))
-    length, block = layout.size[dim + 1], layout.block_size[dim + 1]
-    out = out.view(layout.batch, -(-length // block) * block)[:, :length]
+        out = _reduced(BlocksparseReduced(values, layout.buffer, layout.form, dim, how))
+        length, block = layout.size[dim + 1], layout.block_size[dim + 1]
+        out = out.view(layout.batch, -(-length // block) * block)[:, :length].reshape(*layout.lead, length)
     out = torch.where(layout.overflowed, lost(out.dtype), out)
-    return out.reshape(*layout.lead, length).to(out.dtype if exact else dtype)
+    return out.to(out.dtype if exact else dtype)
 
 
 def with_vector(name: str, values: Tensor, layout: Layout, vector: Tensor) -> Tensor:
     """Values with a vector for their rows or columns added (`name` is __add__), subtracted (__sub__, __rsub__) or
     multiplied with (__mul__)."""
     operator = f"blocksparse.BlockSparseTensor.{name}"
-    check_floats(operator, "x", values)
-    checks.floating(operator, other=vector)
+    exact = not values.is_floating_point() and values.dtype is not torch.bool
+    if exact and vector.is_floating_point():
+        raise TypeError(
+            f"{operator}: other must hold integers like x, {checks.name_of(values.dtype)}, got "
+            f"{checks.name_of(vector.dtype)}. Convert x with x.to(other.dtype)."
+        )
+    if not exact:
+        check_floats(operator, "x", values)
+        checks.floating(operator, other=vector)
     checks.same_device(operator, "x", values.device, other=vector)
     m, n = layout.size
     vector = vector.to(values.dtype)
@@ -100,7 +100,7 @@ def with_vector(name: str, values: Tensor, layout: Layout, vector: Tensor) -> Te
         vector = -vector if name == "__sub__" else vector
     lines = _lines_of(operator, vector, layout, dim)
     made: Tensor = _shifted(BlocksparseShifted(values, lines, layout.buffer, layout.form, dim, how))
-    return made
+    return torch.where(layout.overflowed, lost(made.dtype), made) if exact else made
 
 
 def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor:
@@ -112,13 +112,9 @@ def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor
             f"{operator}: other must broadcast to {[*lead, length]} like the layout, got {list(vector.shape)}."
         )
     flat = vector.expand(*lead, length).reshape(layout.batch, length)
-    wide = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    wide = flat.to(torch.promote_types(flat.dtype, torch.float32)) if flat.is_floating_point() else flat
     padded = torch.nn.functional.pad(wide, (0, -length % block)).reshape(-1, block)
-    return torch.where(layout.overflowed, torch.nan, padded)
-
-
-def _collect_backward(call: BlocksparseCollect, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    return {"parts": _impl.spread(grads[0], *call[1:])}
+    return torch.where(layout.overflowed, lost(wide.dtype), padded)
 
 
 def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
@@ -128,36 +124,38 @@ def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: An
     if call.how == "mul":
         values, vectors = kept
         along, towards = grad * values, _shifted(call._replace(values=grad, vectors=vectors))
-    summed = None
-    if needs.vectors:
-        parts = along.sum(call.dim, dtype=torch.promote_types(grad.dtype, torch.float32))
-        summed = _collect(BlocksparseCollect(parts, *lists))
+    summed = _reduced(BlocksparseReduced(along, *lists, "sum")) if needs.vectors else None
     return {"values": towards, "vectors": summed}
 
 
-def _most_backward(call: BlocksparseMost, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    (grad,), (found,), values = grads, kept, call.values
-    lists = call.layout, call.form, call.dim
-    best = values == _impl.spread(found, *lists).unsqueeze(call.dim)
-    share = grad / _collect(BlocksparseCollect(best.to(grad.dtype).sum(call.dim), *lists))
-    return {"values": torch.where(best, _impl.spread(share, *lists).unsqueeze(call.dim), 0)}
+def _reduced_backward(call: BlocksparseReduced, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
+    (grad,), (dtype, values, found), lists = grads, kept, (call.layout, call.form, call.dim)
+    if values is None:
+        made = _impl.spread(grad, *lists).unsqueeze(call.dim).expand(call.form[7:8] + call.form[3:5])
+    else:
+        # Equal maxima share the gradient.
+        best = values == _impl.spread(found, *lists).unsqueeze(call.dim)
+        share = grad / _reduced(BlocksparseReduced(best.to(dtype), *lists, "sum"))
+        made = torch.where(best, _impl.spread(share, *lists).unsqueeze(call.dim), 0)
+    return {"values": made.to(dtype)}
 
 
-def _of_lines(call: BlocksparseCollect | BlocksparseMost, like: Tensor) -> Tensor:
-    """Empty `[rows, b]`."""
+def _fake_reduced(call: BlocksparseReduced) -> Tensor:
     z, *counts = call.form[:3]
-    return like.new_empty(z * counts[call.dim + 1], call.form[3:5][call.dim + 1])
+    dtype = _impl.summed(call.values.dtype) if call.how == "sum" else call.values.dtype
+    return call.values.new_empty(z * counts[call.dim + 1], call.form[3:5][call.dim + 1], dtype=dtype)
 
 
 @register(
-    BlocksparseCollect,
-    cpu=_impl.collect,
-    fake=lambda call: _of_lines(call, call.parts),
-    backward=_collect_backward,
+    BlocksparseReduced,
+    cpu=_impl.reduced,
+    fake=_fake_reduced,
+    backward=_reduced_backward,
     saved=("layout",),
+    keep=lambda call, found: (call.values.dtype, *((call.values, found) if call.how == "max" else (None, None))),
 )
-def _collect() -> Any:
-    return _impl.collect
+def _reduced() -> Any:
+    return _impl.reduced
 
 
 @register(
@@ -170,32 +168,3 @@ def _collect() -> Any:
 )
 def _shifted() -> Any:
     return _impl.shifted
-
-
-@register(
-    BlocksparseMost,
-    cpu=_impl.most,
-    fake=lambda call: _of_lines(call, call.values),
-    backward=_most_backward,
-    saved=("values", "layout"),
-    keep=lambda call, found: (found,),
-)
-def _most() -> Any:
-    return _impl.most
-
-
-def _fill_outside_backward(call: BlocksparseFillOutside, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
-    return {"values": _fill_outside(call._replace(values=grads[0], fill=0.0))}
-
-
-@register(
-    BlocksparseFillOutside,
-    cpu=_cpu.fill_outside,
-    fake=lambda call: torch.empty_like(call.values, memory_format=torch.contiguous_format),
-    backward=_fill_outside_backward,
-    saved=("layout",),
-)
-def _fill_outside() -> Any:
-    from gossamer.blocksparse._triton.tensor import fill_outside
-
-    return fill_outside

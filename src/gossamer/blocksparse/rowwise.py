@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 
 def layer_norm(
@@ -37,11 +37,11 @@ def layer_norm(
     True
     """
     wide = _wide("blocksparse.layer_norm", x, weight=weight, bias=bias)
-    mean, n = wide.mean()[..., None], x.shape[-1]
+    mean, n = wide.mean(-1)[..., None], x.shape[-1]
     centred = wide - mean
-    stored = replace(wide, values=torch.ones_like(wide.values)).sum()[..., None]
+    stored = replace(wide, values=torch.ones_like(wide.values)).sum(-1)[..., None]
     # Absent elements are as far from the mean as zero is.
-    variance = (centred.square().sum()[..., None] + (n - stored) * mean.square()) / n
+    variance = (centred.square().sum(-1)[..., None] + (n - stored) * mean.square()) / n
     return _scaled(centred * torch.rsqrt(variance + eps), x, weight, bias)
 
 
@@ -63,13 +63,13 @@ def rms_norm(x: BlockSparseTensor, weight: Tensor | None = None, eps: float | No
     """
     wide = _wide("blocksparse.rms_norm", x, weight=weight)
     eps = torch.finfo(x.dtype).eps if eps is None else eps
-    square = wide.square().sum()[..., None] / x.shape[-1]
+    square = wide.square().sum(-1)[..., None] / x.shape[-1]
     return _scaled(wide * torch.rsqrt(square + eps), x, weight, None)
 
 
 def _wide(operator: str, x: BlockSparseTensor, **given: Tensor | None) -> BlockSparseTensor:
     """x in float32 or float64, after checks of it and of what is given for its columns."""
-    check_floating(operator, x=x)
+    check_blocks(operator, "floating", x=x)
     checks.floating(operator, **{k: t for k, t in given.items() if t is not None})
     for name, tensor in given.items():
         if tensor is not None:

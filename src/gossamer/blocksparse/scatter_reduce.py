@@ -11,7 +11,7 @@ from gossamer._core import checks
 from gossamer.blocksparse.indexed import Indexed, indexed
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.rearrange import realigned
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_computed
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 REDUCTIONS = ("sum", "mean", "amax", "amin", "prod")
 
@@ -32,8 +32,8 @@ def scatter(
         input: `[..., M, N]`, the elements before, or a `Layout`: zeros of src's dtype, which take no part. Elements for
             blocks that its layout lacks are left out.
         dim: any dimension, a leading one too.
-        index: `[..., M', N']`, int32 or int64, in blocks of the same size; but for `dim` the leading dimensions are
-            those of input, and M' <= M, N' <= N. Where its layout has no block there are no entries; -1 is none. Any
+        index: `[..., M', N']`, int8, int16, int32 or int64, in blocks of the same size, and but for `dim` at most as
+            long as input along each dimension. Where its layout has no block there are no entries; -1 is none. Any
             other index that is out of range raises on the CPU; on a GPU it is none.
         src: `[..., M'', N'']` of input's dtype, with M'' >= M' and N'' >= N' and the leading dimensions of index; where
             it lacks a block, zeros. Sharing index's `Layout` spares a copy.
@@ -48,7 +48,7 @@ def scatter(
     Raises:
         ValueError: shapes, blocks or devices do not fit, `reduce` is none of these, or on the CPU an index is out of
             range.
-        TypeError: index is not int32 or int64, dtypes differ, or an argument is no `BlockSparseTensor`.
+        TypeError: index holds no such integers, dtypes differ, or an argument is no `BlockSparseTensor`.
 
     Source: Schön and Tompits, blksprs, section 3.2.5; `torch.scatter`, `torch.scatter_reduce`.
 
@@ -80,11 +80,11 @@ def _operands(
     operator: str, input: BlockSparseTensor | Layout, dim: int, index: BlockSparseTensor, src: BlockSparseTensor
 ) -> tuple[Indexed, Tensor | None, Tensor, torch.dtype]:
     """(indices, what is there before, values of src aligned with index, dtype), checked."""
-    check_computed(operator, src=src)
+    check_blocks(operator, "computed", src=src)
     if isinstance(input, Layout):
         layout, given = input, None
     else:
-        check_computed(operator, input=input)
+        check_blocks(operator, "computed", input=input)
         layout, given = input.layout, input.values
         if input.dtype != src.dtype:
             names = checks.name_of(input.dtype), checks.name_of(src.dtype)

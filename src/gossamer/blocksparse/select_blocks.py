@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
@@ -121,9 +119,7 @@ def _check(
             raise ValueError(f"{_NAME}: {name} must be an int of at least 0, got {value!r}. It is a number of {unit}.")
     if scale is None:
         return float(max(q.shape[3], 1)) ** -0.5
-    if isinstance(scale, bool) or not isinstance(scale, int | float) or not math.isfinite(scale):
-        raise ValueError(f"{_NAME}: scale must be a finite number, got {scale!r}. None takes D^-0.5.")
-    return float(scale)
+    return checks.finite(_NAME, "scale", scale, "None takes D^-0.5.")
 
 
 def _means(x: Tensor, size: int, lengths: Tensor | None) -> Tensor:

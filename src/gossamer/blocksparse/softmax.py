@@ -13,7 +13,7 @@ from gossamer._core import checks
 from gossamer._core.operator import register
 from gossamer.blocksparse._torch import softmax as _cpu
 from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
-from gossamer.blocksparse.tensor import BlockSparseTensor, check_floating
+from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 _NAME = "blocksparse.softmax"
 
@@ -44,7 +44,7 @@ def softmax(
     >>> softmax(x).to_dense()[0].sum().item(), softmax(x).values[0, 0, 0].item()
     (1.0, 0.0625)
     """
-    check_floating(_NAME, x=x)
+    check_blocks(_NAME, "floating", x=x)
     layout = x.layout
     scale = checks.finite(_NAME, "scale", scale, "1.0 leaves x as it is.")
     given = None if mask is None else _mask(x, mask)

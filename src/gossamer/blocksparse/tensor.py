@@ -130,14 +130,16 @@ def from_dense(x: Tensor, layout: Layout) -> BlockSparseTensor:
     return BlockSparseTensor(_from_dense(BlocksparseFromDense(flat, layout.buffer, layout.form)), layout)
 
 
-def check_blocks(operator: str, **given: Any) -> None:
-    """Every argument is a block-sparse tensor."""
-    for argument, value in given.items():
-        if not isinstance(value, BlockSparseTensor):
+def check_blocks(operator: str, kind: Any = "any", **given: Any) -> None:
+    """Every argument is a block-sparse tensor, of floats if it must be "floating". "computed" takes whole numbers and
+    bool too, and of floats those that kernels compute with."""
+    for argument, x in given.items():
+        if not isinstance(x, BlockSparseTensor):
             raise TypeError(
-                f"{operator}: {argument} must be a BlockSparseTensor, got {type(value).__name__}. "
-                "Make one with from_dense."
+                f"{operator}: {argument} must be a BlockSparseTensor, got {type(x).__name__}. Make one with from_dense."
             )
+        if kind == "floating" or (kind == "computed" and x.dtype.is_floating_point):
+            check_floats(operator, argument, x.values)
 
 
 def check_values(operator: str, **given: Tensor) -> None:
@@ -145,21 +147,6 @@ def check_values(operator: str, **given: Tensor) -> None:
     for argument, tensor in given.items():
         if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided or tensor.dtype not in _MOVED:
             checks.floating(operator, **{argument: tensor})
-
-
-def check_computed(operator: str, **given: BlockSparseTensor) -> None:
-    """Every block-sparse tensor that holds floats holds some that kernels compute with; integers and bool pass."""
-    check_blocks(operator, **given)
-    for argument, x in given.items():
-        if x.dtype.is_floating_point:
-            checks.floating(operator, **{f"{argument}.values": x.values})
-
-
-def check_floating(operator: str, **given: BlockSparseTensor) -> None:
-    """Every block-sparse tensor holds floats that kernels compute with."""
-    check_blocks(operator, **given)
-    for argument, x in given.items():
-        check_floats(operator, argument, x.values)
 
 
 # Whole numbers; and float64, in which blocks are held and moved on a GPU too.

@@ -123,13 +123,15 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
     recorded = False
 
     def chosen(known: Density | None, eager: bool) -> str:
-        return choose_path(known, m, cost, eager)
+        return choose_path(known, m, cost, eager, tracker is not None and tracker.repeats)
 
     if tracker is not None:
         tracker.rows.check_pinned(*METHODS[1:])
         # Nothing reads what a graph would record, and to look takes time.
-        recorded = not checks.capturing() and tracker.due(8 if m >= MANY else 32)
+        every = 8 if m >= MANY else 32
+        recorded = not checks.capturing() and tracker.due(every)
         method = tracker.path(chosen, due=recorded, key=(m, cost))
+        tracker.settle(block.x, method, every)
     elif method == "auto":
         method = chosen(None, not (torch.compiler.is_compiling() or checks.capturing()))
     if method == "fused" and (block.up_weight is None or block.threshold is not None):

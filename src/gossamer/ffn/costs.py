@@ -22,7 +22,8 @@ PATHS: dict[Path, str] = {
     "gather": "a density that is known, and at which gathering takes the least time: the gate, and the weights of its "
     "entries",
     "fused": "all other gated blocks with ReLU or its square: gate and up by `gemm.linear_glu`",
-    "dense": "all other blocks, and blocks so small that the host takes longer than the device: plain PyTorch",
+    "dense": "all other blocks, and eager ones in which another path adds more time to the host than it saves the "
+    "device: plain PyTorch",
 }
 SAMPLE = 256
 """Rows that are counted, at least, of a block that computes all of them."""
@@ -58,9 +59,8 @@ PIECES = 6.0, 2.0
 are on their way at one time, and for several."""
 LINE = 64
 """Bytes of a row of W_down that memory reads for whichever of their columns is wanted, where W_down lies by rows."""
-HOST: dict[Path, float] = {"dense": 0.0, "fused": 110e-6, "gather": 110e-6}
-HOST_PRODUCT = 27e-6
-"""Seconds in which a host launches a path, eager, and each of the dense path's products with what follows it."""
+ADDED = 30e-6
+"""Seconds of the host by which an eager call of another path takes longer than the layers that it replaces."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,10 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     )
 
 
-def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False) -> Path:
-    """How m rows go where no gradient is needed: the path that takes the least time by what is known, on the device, or
-    on the host that launches it, where that takes longer and the call is `eager`."""
+def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False, repeats: bool = False) -> Path:
+    """How m rows go where no gradient is needed: the path that takes the device the least time by what is known; in an
+    `eager` call the time counts as well that a path adds to the host. Where a module `repeats` the two launches by
+    which few rows are gathered, without a check, they add nothing."""
     if cost.width:
         return on_cpu(known, m, cost.n, cost.width)
     times = dense_seconds(m, cost)
@@ -131,9 +132,9 @@ def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False)
         if m > FEW and known is not None:
             light = known.light / max(known.rows, 1)
         times["gather"] = sparse_seconds(m, cost, light, over)
-    if eager and m > FEW:
-        host = {**HOST, "dense": cost.products * HOST_PRODUCT}
-        times = {path: max(time, host[path]) for path, time in times.items()}
+    if eager:
+        free = ("dense", "gather") if repeats and m <= FEW else ("dense",)
+        times = {path: time if path in free else time + ADDED for path, time in times.items()}
     return min(times, key=times.__getitem__)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from gossamer._core.ops import needs_gradient
+from gossamer._core.ops import listened, needs_gradient
 from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.tracker import BlockTracker
+
+_OPEN: tuple[str | None, int] = None, 1
 
 
 class SparseBlock:
@@ -89,6 +92,39 @@ class SparseBlock:
         if self.method in ("fused", "dense") and needs_gradient(*operands):
             return None
         return run(self.operator, block, self.method, self.density, with_activity)
+
+    def settled(self, x: Any) -> str | None:
+        """The path of a call with x, if it is without gradients, not compiled, and neither counted nor observed; else
+        None. Where it is "dense" a module calls its layers itself, which costs nothing beside a module without this
+        block; `again` may compute the others; and where that is None, the block is called."""
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+            return None
+        tracker = self.density
+        path, every = tracker.settled.get((x.numel(), x.dtype, x.device), _OPEN)
+        # One function: in a model, where its code is no longer in the caches, each takes some microseconds.
+        if tracker.looked % every == 0 or self._method != "auto" or self.observer is not None:
+            return None
+        if tracker.rows.pinned is not None or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
+            return None
+        if path == "dense":
+            tracker.looked += 1
+            tracker.last_path = path
+        return path
+
+    def again(self, x: Tensor, weights: tuple[Any, ...], activation: str) -> Tensor | None:
+        """The result of a "gather" call that `settled` names, by the launches of an earlier call on a GPU; None, and
+        nothing computed, where there was none, or somebody listens. Weights and biases are those of a call."""
+        if not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
+            return None
+        from gossamer.ffn._triton.sparse_ffn import again
+
+        flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        out = again((flat, *weights[:2], None, *weights[2:]), activation == "relu2")
+        if out is None:
+            return None
+        self.density.looked += 1
+        self.density.last_path = "gather"
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
     def observe(self, block: Block) -> None:
         """Tells the observer of a call; not of one that a checkpoint repeats in a backward pass."""

@@ -49,7 +49,7 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
         "up_weight": None if call.up_weight is None else up,
         "up_bias": None if up_bias is None else sums[1].to(up_bias.dtype),
         "down_weight": down,
-        "down_bias": None if not needs.down_bias else sums_over_rows(grad, sums.dtype).to(down_bias.dtype),
+        "down_bias": sums_over_rows(grad).to(down_bias.dtype) if down_bias is not None and needs.down_bias else None,
     }
 
 

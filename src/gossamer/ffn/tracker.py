@@ -30,7 +30,11 @@ class BlockTracker:
 
     Attributes:
         last_path: the name of the path last taken, or None.
+        repeats: whether the owner repeats launches of few rows without a check, so that they add nothing to the host.
         rows: the `rowsparse.DensityTracker` of the entries of rows, under gradients beside those of hot neurons.
+        settled: the number of elements, dtype and device of each x whose path follows from what is known now -> that
+            path, and of how many calls one is due. A module that finds its x there, and no call due, adds 1 to
+            `looked`, the number of calls, and needs neither `due` nor `path`.
         hot: that of the number of hot neurons, under gradients: "rows" are calls.
 
     Raises:
@@ -44,9 +48,11 @@ class BlockTracker:
         self.rows = DensityTracker(lag, pinned) if rows is None else rows
         self.hot = DensityTracker(self.rows.lag)
         self.last_path: str | None = None
-        self._looked = self._trained = 0
+        self.repeats = True
+        self.looked = self._trained = 0
         self._seen: Density | None = None
         self._paths: dict[Hashable, str] = {}
+        self.settled: dict[Hashable, tuple[str, int]] = {}
         self._on_device: str | None = None
 
     def due(self, every: int) -> bool:
@@ -55,8 +61,14 @@ class BlockTracker:
         if torch.compiler.is_compiling():
             # Nothing is recorded there, and a number that moves with each call would compile each anew.
             return False
-        self._looked += 1
-        return self._seen is None or self._looked % every == 1
+        self.looked += 1
+        return self._seen is None or self.looked % every == 1
+
+    def settle(self, x: Tensor, path: str, every: int) -> None:
+        """Adds x to `settled`, if anything is known."""
+        # A compiled region looks at nothing that changes from call to call: each look is a guard.
+        if not (torch.compiler.is_compiling() or checks.capturing()) and self._seen is not None:
+            self.settled[x.numel(), x.dtype, x.device] = path, every
 
     def due_in_training(self) -> bool:
         """Whether a call with gradients that computes everything counts the entries of some rows: the first few, and
@@ -93,23 +105,27 @@ class BlockTracker:
             known = self.rows.known(training=False)
             if known is not self._seen:
                 self._seen = known
-                self._paths.clear()
+                self._forget()
         path = self.rows.pinned or self._paths.get(key)
         if path is None:
             if len(self._paths) >= _MOST:
-                self._paths.clear()
+                self._forget()
             known = self.rows.known(training=False)
             path, self._on_device = choose(known, True), choose(known, False)
             self._paths[key] = path
         self.last_path = path
         return path
 
+    def _forget(self) -> None:
+        self._paths.clear()
+        self.settled.clear()
+
     def record(self, nnz: Tensor, limit: int) -> None:
         """Takes the entries of rows, of all or of some; rows over `limit` are counted."""
         self.rows.record(nnz, training=False, limit=limit)
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return BlockTracker, (self.rows.lag, self.rows.pinned)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockTracker, (self.rows.lag, self.rows.pinned), {"repeats": self.repeats}
 
     def __repr__(self) -> str:
         return f"BlockTracker(rows={self.rows!r})"

@@ -1,5 +1,6 @@
 """How `gemm.linear_glu` goes about it, chosen by what the host knows."""
 
+import math
 from typing import Literal
 
 import torch
@@ -11,8 +12,8 @@ from gossamer.gemm.records import LinearGlu
 
 Path = Literal["row", "tiles", "hopper", "products"]
 PATHS: dict[Path, str] = {
-    "row": "a single row, and no gradient: a program for each column reads its two rows of weights",
-    "tiles": "up to 64 rows of 16 bits, read 16 bytes at a time, and no gradient: a program for each 32 or 64 columns",
+    "row": "a single row, K a multiple of 16, and no gradient: a program for each column reads its two rows of weights",
+    "tiles": "up to 64 rows of 16 bits, K a multiple of 16, and no gradient: a program for each 32 or 64 columns",
     "hopper": "16 bits on Hopper, and 2e10 multiplications or more: one kernel that the copy engine feeds",
     "products": "all other calls: two products of the library, and a kernel that gates",
 }
@@ -26,9 +27,14 @@ on the host beside two products of the library."""
 def choose_path(call: LinearGlu) -> Path:
     """How x `[M, K]` goes through the weights `[N, K]`, by the rules of `PATHS`."""
     x, gate_weight, up_weight, *_, keep = call
+    (m, k), n, alone = x.shape, gate_weight.shape[0] // (2 if up_weight is None else 1), not keep
+    if m > FEW and m * n * k < WORK:
+        return "products"
     if up_weight is None:
         gate_weight, up_weight = gate_weight.chunk(2, 0)
-    (m, k), n, alone = x.shape, gate_weight.shape[0], not keep
+    # Of other lengths Triton reads one number at a time, and cuBLAS does not.
+    wide = INTERPRET or (k | gate_weight.stride(0) | up_weight.stride(0)) % 16 == 0
+    alone = alone and wide
     if alone and m == 1 and gate_weight.stride(1) == up_weight.stride(1) == 1:
         return "row"
     by_rows = x.stride(1) == gate_weight.stride(1) == up_weight.stride(1) == 1
@@ -39,6 +45,17 @@ def choose_path(call: LinearGlu) -> Path:
     if INTERPRET or not (aligned and n % 8 == 0 and tuning.hopper(x.device)):
         return "products"
     return "hopper" if m * n * k >= WORK else "products"
+
+
+def gains(x: Tensor, gate_weight: Tensor, up_weight: Tensor | None) -> bool:
+    """Whether x `[..., K]` takes less time here than by PyTorch's own products and operators, where no gradient is
+    needed and the host calls each: on a GPU, by a kernel that saves launches, or where passes over large results
+    count."""
+    if not (x.is_cuda or INTERPRET):
+        return False
+    m, n = math.prod(x.shape[:-1]), gate_weight.shape[0] // (2 if up_weight is None else 1)
+    call = LinearGlu(x.reshape(m, x.shape[-1]), gate_weight, up_weight, None, None, "silu", False)
+    return choose_path(call) != "products" or m * n * x.shape[-1] >= WORK
 
 
 def readable(operand: Tensor) -> bool:

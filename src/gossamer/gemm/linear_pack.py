@@ -113,16 +113,6 @@ def check_operands(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
     checks.same_device(operator, "x", x.device, weight=weight, **given)
 
 
-def _fake(call: LinearPack) -> tuple[Tensor, ...]:
-    m = call.x.shape[0]
-    return empty_slots(call.x, m, m * call.capacity)
-
-
-def _keep(call: LinearPack, results: Any) -> tuple[Tensor | None, ...]:
-    values, indices, spans = results
-    return indices, spans, values if call.squared else None
-
-
 def _backward(call: LinearPack, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     """Every stored entry is active: the gradient of z is that of the values. Rows that overflowed are read from the
     source, which has a gradient of its own."""
@@ -148,12 +138,12 @@ def _backward(call: LinearPack, kept: Any, grads: Any, needs: Any) -> dict[str, 
 @register(
     LinearPack,
     cpu=_cpu.linear_pack,
-    fake=_fake,
+    fake=lambda call: empty_slots(call.x, call.x.shape[0], call.x.shape[0] * call.capacity),
     choose_path=choose_path,
     paths=PATHS,
     backward=_backward,
     saved=("x", "weight", "bias"),
-    keep=_keep,
+    keep=lambda call, results: (*results[1:], results[0] if call.squared else None),
     differentiable=1,
 )
 def linear_pack_operator() -> Any:

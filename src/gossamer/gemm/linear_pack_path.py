@@ -11,11 +11,12 @@ from gossamer.gemm.records import LinearPack
 
 Path = Literal["hopper", "blocks"]
 PATHS: dict[Path, str] = {
-    "hopper": "more than 64 rows of 16 bits on Hopper, and tiles for all of the GPU: the product packs its own result",
+    "hopper": "more than 64 rows of 16 bits on Hopper, and a result that fills nine tenths of the turns that its tiles "
+    "take: the product packs its own result",
     "blocks": "all other calls: products of the library, block by block of rows, whose entries are listed from the L2",
 }
-TILE, SLOTS = 256, 16
-"""Columns of a tile that Hopper's kernel packs, and the slots that a row of `linear_pack` has in it."""
+ROWS, TILE, SLOTS = 128, 256, 16
+"""Rows and columns of a tile of Hopper's kernel, and the slots that a row of `linear_pack` has in it."""
 
 
 def choose_path(call: LinearPack) -> Path:
@@ -32,10 +33,11 @@ def packs(x: Tensor, weight: Tensor, tile: int, slots: int) -> bool:
 
 
 def library_is_faster(x: Tensor, weight: Tensor) -> bool:
-    """Whether cuBLAS multiplies and another kernel packs, where Hopper's could do both: of few rows most of its tiles
-    is empty, and it does not share K among programs. Where N is no multiple of 8, cuBLAS would write rows one number
-    at a time."""
+    """Whether cuBLAS multiplies and another kernel lists, where Hopper's could do both: it gains a tenth where all
+    programs are at work, but of few rows most of a tile is empty, and it does not share K among programs in its last
+    turn. Where N is no multiple of 8, cuBLAS would write rows one number at a time."""
     m, n = x.shape[0], weight.shape[0]
     if INTERPRET or x.element_size() != 2 or not tuning.hopper(x.device) or m <= 64:
         return True
-    return n % 8 == 0 and launch.cdiv(m, 128) * launch.cdiv(n, TILE) < tuning.programs(x.device)
+    turns = launch.cdiv(launch.cdiv(m, ROWS) * launch.cdiv(n, TILE), tuning.programs(x.device))
+    return n % 8 == 0 and m * n < 0.9 * turns * tuning.programs(x.device) * ROWS * TILE

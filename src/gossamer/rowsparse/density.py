@@ -13,7 +13,6 @@ from torch import Tensor
 from gossamer._core import checks
 from gossamer._core.ops import INTERPRET
 from gossamer._core.recompute import recomputed, remembered
-from gossamer.rowsparse._torch import density as _cpu
 
 PARTS = 64
 """Parts into which the device sums up counts; the host adds them."""
@@ -205,9 +204,16 @@ class _History:
         self._pending.append((sums, event, counts.numel()))
 
 
+def _row_density(counts: Tensor, sums: Tensor, limit: int) -> None:
+    """sums[0] = (sum, largest, how many exceed `limit`, sum of those that do not); the other parts stay 0."""
+    over = counts > limit
+    largest = counts.max() if counts.numel() else counts.sum()
+    sums[0] = torch.stack([counts.sum(), largest, over.sum(), counts.masked_fill(over, 0).sum()])
+
+
 def _summing(on_gpu: bool) -> Callable[[Tensor, Tensor, int], None]:
     if not (on_gpu or INTERPRET):
-        return _cpu.row_density
+        return _row_density
     from gossamer.rowsparse._triton.density import row_density
 
     return row_density

@@ -107,7 +107,7 @@ def _backward(call: LinearRows, kept: Any, grads: Any, needs: Any) -> dict[str, 
     keep=lambda call, out: (out,),
 )
 def _linear_source() -> Any:
-    from gossamer.rowsparse._triton.linear_source import linear_source
+    from gossamer.rowsparse._triton.overflow import linear_source
 
     return linear_source
 

@@ -194,11 +194,6 @@ def _bwd_backward(call: MatmulBwd, kept: Any, grads: Any, needs: Any) -> dict[st
     return found
 
 
-def _keep_bwd(call: MatmulBwd, results: Any) -> tuple[Any, ...]:
-    assert call.mask is None, "a caller with a mask refuses second derivatives"
-    return ()
-
-
 def _fake_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
     grad, working = call.grad, torch.promote_types(call.grad.dtype, torch.float32)
     products = grad.new_empty((0,) if call.weight is None else call.values.shape, dtype=working)
@@ -258,7 +253,6 @@ def matmul_operator() -> Any:
     fake=_fake_bwd,
     backward=_bwd_backward,
     saved=("grad", "indices", "keys", "col_offsets", "values", "spans", "source", "weight"),
-    keep=_keep_bwd,
 )
 def _matmul_bwd() -> Any:
     from gossamer.rowsparse._triton.matmul import matmul_bwd

@@ -446,7 +446,7 @@ def launch_matmul(walk: Walk, product: Turned, out: Tensor, strips: tuple[Tensor
     descriptors.append(None if of_b is None else _descriptor(_zeros(a.dtype, a.device), deep))
     # The list of strips is in bands already.
     tile = walk.tile_m, 1 if walk.strips else walk.band
-    meta = {"BLOCK": boxed, "TRANS": trans, "TILE": tile, "LIST": walk.listed, "STAGES": walk.stages}
+    meta = {"BLOCK": boxed, "TRANS": trans, "TILE": tile, "LIST": walk.listed, "STAGES": 4}
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
     args = (*descriptors, *of_rows, *of_columns, *of_result, tiles, z, m, n, k)
     _blocksparse_matmul_kernel(grid, args, meta, num_warps=4, maxnreg=168)

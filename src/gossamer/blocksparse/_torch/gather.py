@@ -63,7 +63,6 @@ def named(index: Tensor, names: Lists, form: Form, along: Axis) -> tuple[Tensor,
 
 
 def reach(call: BlocksparseGatherReach) -> Tensor:
-    """Operator `blocksparse_gather_reach`."""
     form, along = Form(*call.target), Axis(*call.axis)
     cells = form.z * form.rows * form.cols
     target, cell, _ = named(call.index, Lists(call.index_layout, call.index_form), form, along)

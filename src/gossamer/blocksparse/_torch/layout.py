@@ -8,7 +8,6 @@ from gossamer.blocksparse.records import BlocksparseLayout
 
 
 def layout(call: BlocksparseLayout) -> Tensor:
-    """Operator `blocksparse_layout`."""
     buffer = torch.full((length(call.form),), -1, dtype=torch.int32)
     rows, cells = Lists(buffer, call.form), []
     halves, capacity = (rows, rows.mT), rows.form.capacity

@@ -8,7 +8,6 @@ from gossamer.blocksparse.records import BlocksparseRearrange
 
 
 def rearrange(call: BlocksparseRearrange) -> Tensor:
-    """Operator `blocksparse_rearrange`."""
     values, source, result = call.values, Lists(call.layout, call.form), Lists(call.out_layout, call.out_form)
     z_count, rows, cols, h, w, m, n, *_ = source.form
     z_out, rows_out, _, height, width, m_out, n_out, capacity, *_ = result.form

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer.blocksparse.lists import Lists, lost
-from gossamer.blocksparse.records import BlocksparseCollect, BlocksparseMost, BlocksparseShifted
+from gossamer.blocksparse.records import BlocksparseReduced, BlocksparseShifted
 
 
 def spread(vectors: Tensor, layout: Tensor, form: tuple[int, ...], dim: int) -> Tensor:
@@ -24,22 +24,22 @@ def spread(vectors: Tensor, layout: Tensor, form: tuple[int, ...], dim: int) -> 
 
 
 def shifted(call: BlocksparseShifted) -> Tensor:
-    """Operator `blocksparse_shifted`."""
     at = spread(call.vectors, call.layout, call.form, call.dim).to(call.values.dtype).unsqueeze(call.dim)
     return call.values + at if call.how == "add" else call.values * at
 
 
-def collect(call: BlocksparseCollect) -> Tensor:
-    """Operator `blocksparse_collect`."""
-    return _gathered(call.parts, Lists(call.layout, call.form), call.dim, 0).sum(1)
-
-
-def most(call: BlocksparseMost) -> Tensor:
-    """Operator `blocksparse_most`."""
-    values, dim = call.values, call.dim
+def reduced(call: BlocksparseReduced) -> Tensor:
+    values, dim, lists = call.values, call.dim, Lists(call.layout, call.form)
+    if call.how == "sum":
+        return _gathered(values.sum(dim, dtype=summed(values.dtype)), lists, dim, 0).sum(1)
     least = float("-inf") if values.is_floating_point() else lost(values.dtype)
-    found = _gathered(values.amax(dim), Lists(call.layout, call.form), dim, least)
+    found = _gathered(values.amax(dim), lists, dim, least)
     return found.amax(1) if found.shape[1] else found.new_full((found.shape[0], found.shape[2]), least)
+
+
+def summed(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a sum."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else torch.int64
 
 
 def _gathered(parts: Tensor, lists: Lists, dim: int, absent: float | int) -> Tensor:

@@ -11,7 +11,6 @@ from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
 
 
 def scatter_reduce(call: BlocksparseScatterReduce) -> Tensor:
-    """Operator `blocksparse_scatter_reduce`."""
     given, src, index, dtype, reduce = call.given, call.src, call.index, call.dtype, call.reduce
     lists, names = Lists(call.layout, call.form), Lists(call.index_layout, call.index_form)
     shape = (lists.form.capacity, *index.shape[1:])

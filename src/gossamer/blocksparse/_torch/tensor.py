@@ -1,20 +1,14 @@
-"""Dense to blocks and back, transposed blocks, and blocks with one value outside of the matrices, on the CPU."""
+"""Dense to blocks and back, and transposed blocks, on the CPU; and which values stand for an element."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from gossamer.blocksparse.lists import Lists, lost
-from gossamer.blocksparse.records import (
-    BlocksparseFillOutside,
-    BlocksparseFromDense,
-    BlocksparseToDense,
-    BlocksparseTranspose,
-)
+from gossamer.blocksparse.records import BlocksparseFromDense, BlocksparseToDense, BlocksparseTranspose
 
 
 def from_dense(call: BlocksparseFromDense) -> Tensor:
-    """Operator `blocksparse_from_dense`."""
     x, lists = call.x, Lists(call.layout, call.form)
     z, rows, cols, height, width, m, n, capacity, *_ = lists.form
     if lists.overflowed():
@@ -28,7 +22,6 @@ def from_dense(call: BlocksparseFromDense) -> Tensor:
 
 
 def to_dense(call: BlocksparseToDense) -> Tensor:
-    """Operator `blocksparse_to_dense`."""
     values, lists = call.values, Lists(call.layout, call.form)
     z, rows, cols, height, width, m, n, *_ = lists.form
     if lists.overflowed():
@@ -43,7 +36,6 @@ def to_dense(call: BlocksparseToDense) -> Tensor:
 
 
 def transpose(call: BlocksparseTranspose) -> Tensor:
-    """Operator `blocksparse_transpose`."""
     values, lists = call.values, Lists(call.layout, call.form)
     capacity, height, width = values.shape
     if lists.overflowed():
@@ -53,18 +45,14 @@ def transpose(call: BlocksparseTranspose) -> Tensor:
     return out
 
 
-def fill_outside(call: BlocksparseFillOutside) -> Tensor:
-    """Operator `blocksparse_fill_outside`."""
-    inside = valid(Lists(call.layout, call.form), call.behind)
-    return torch.where(inside, call.values, call.values.new_full((), call.fill))
-
-
 def valid(lists: Lists, behind: bool = True) -> Tensor:
     """Bool, broadcasting to `[capacity, height, width]`: which values stand for an element of a matrix. Without
     `behind`, blocks behind the last count as blocks."""
     (_, rows, _, height, width, m, n, *_), device = lists.form, lists.buffer.device
-    row = lists.row_indices[:, None]
-    line = row % max(rows, 1) * height + torch.arange(height, device=device)
-    column = lists.col_indices[:, None] * width + torch.arange(width, device=device)
-    exists = (line < m) & (row >= 0) if behind else line < m
-    return exists[:, :, None] & (column < n)[:, None, :]
+    row = lists.row_indices[:, None, None]
+    inside = row >= (0 if behind else -1)
+    if m % height:
+        inside = inside & (row % max(rows, 1) * height + torch.arange(height, device=device)[:, None] < m)
+    if n % width:
+        inside = inside & (lists.col_indices[:, None, None] * width + torch.arange(width, device=device) < n)
+    return inside

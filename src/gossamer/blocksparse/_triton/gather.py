@@ -99,7 +99,6 @@ LINES = 2
 
 
 def gather(call: BlocksparseGather) -> Tensor:
-    """Operator `blocksparse_gather`."""
     values, index, lists = call.values, call.index, Lists(call.layout, call.form)
     names, along = Lists(call.index_layout, call.index_form), Axis(*call.axis)
     capacity, height, width = index.shape
@@ -123,7 +122,6 @@ def sizes_of(along: Axis, names: Form, form: Form) -> tuple[int, ...]:
 
 
 def reach(call: BlocksparseGatherReach) -> Tensor:
-    """Operator `blocksparse_gather_reach`."""
     index, names, form = call.index, Lists(call.index_layout, call.index_form), Form(*call.target)
     capacity, height, width = index.shape
     tile, along = min(height, 2048 // width), Axis(*call.axis)

@@ -111,7 +111,6 @@ def _layout_fill_kernel(
 
 
 def layout(call: BlocksparseLayout) -> Tensor:
-    """Operator `blocksparse_layout`."""
     mask, (z, rows, cols) = call.mask, call.mask.shape
     buffer = torch.empty(length(call.form), dtype=torch.int32, device=mask.device)
     lists = Lists(buffer, call.form)

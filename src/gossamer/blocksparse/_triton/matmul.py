@@ -299,7 +299,6 @@ def turned(call: BlocksparseMatmul, plan: Plan) -> Turned:
 
 
 def matmul(call: BlocksparseMatmul) -> Tensor:
-    """Operator `blocksparse_matmul`."""
     z, m, _, n = call.sizes
     shape = (z, m, n) if call.out_layout is None else (call.out_form[7], call.block[0], call.block[2])
     if 0 in shape:

@@ -94,7 +94,6 @@ def _rearrange_kernel(
 
 
 def rearrange(call: BlocksparseRearrange) -> Tensor:
-    """Operator `blocksparse_rearrange`."""
     values, source, result = call.values, Lists(call.layout, call.form), Lists(call.out_layout, call.out_form)
     (z, _, _, h, w, m, n, capacity, *_), (z_out, _, _, height, width, m_out, n_out, room, *_) = source.form, result.form
     out = torch.empty(room, height, width, dtype=values.dtype, device=values.device)

@@ -20,7 +20,6 @@ of one cell of the grid and walks the matrices; nothing repeats within a step. T
 in a float32 buffer.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,21 +36,10 @@ from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.lists import lost as lost_value
 from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
 
-
-@dataclass(frozen=True)
-class Tile:
-    """Lines of a program, entries of each a step, warps, and bytes that a multiprocessor's programs keep."""
-
-    lines: int
-    step: int
-    warps: int
-    bytes: int
-
-
 # A row's entries lie side by side: one row, and a warp, which has no others to wait for. Columns are taken by four,
 # whose indices fill a sector, and find room in the second cache alone.
-TILES = {1: Tile(4, 8, 1, 256 << 10), 2: Tile(1, 32, 1, 192 << 10)}
-"""By axis."""
+TILES = {1: (4, 8, 256 << 10), 2: (1, 32, 192 << 10)}
+"""By axis: lines of a program, which is a warp; entries of each a step; bytes that a multiprocessor's programs keep."""
 ELEMENTS = 1024
 """Elements of a tile of whole blocks, where lines are not walked."""
 
@@ -388,13 +376,13 @@ def scatter_lines(call: BlocksparseScatterReduce) -> Tensor:
     index_capacity, *block = index.shape
     span, across = block[::-1] if axis == 2 else block
     bound, beside = (n, m) if axis == 2 else (m, n)
-    tile = TILES[axis]
-    step = min(tile.step, span)
-    lines = min(tile.lines * (tile.step // step), across)
+    lines, ahead, room = TILES[axis]
+    step = min(ahead, span)
+    lines = min(lines * (ahead // step), across)
     groups = (lists[0][0].shape[0] - 1) * (across // lines)
     length = max(launch.cdiv(bound, span), 1) * span * lines
     # At least one for each multiprocessor, at most as many as run at once.
-    most = max(1, min(32 // tile.warps, tile.bytes // (length * wide.itemsize)))
+    most = max(1, min(32, room // (length * wide.itemsize)))
     programs = max(1, min(groups, most * tuning.programs(out.device)))
     kept = torch.empty(programs * length, dtype=wide, device=out.device)
     count = max(launch.cdiv(beside, across), 1)
@@ -403,10 +391,10 @@ def scatter_lines(call: BlocksparseScatterReduce) -> Tensor:
         out.shape[0], index_capacity,
     )  # fmt: skip
     meta = {
-        "BLOCK": tuple(block), "TILE": (lines, step, 1024 * tile.warps // lines), "AXIS": axis, "REDUCE": call.reduce,
+        "BLOCK": tuple(block), "TILE": (lines, step, 1024 // lines), "AXIS": axis, "REDUCE": call.reduce,
         "RESET": reset,
     }  # fmt: skip
-    _scatter_reduce_kernel((programs, 1, 1), args, meta, num_warps=tile.warps)
+    _scatter_reduce_kernel((programs, 1, 1), args, meta, num_warps=1)
     return out
 
 

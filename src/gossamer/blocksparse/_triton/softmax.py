@@ -148,7 +148,7 @@ def softmax_in_two(
         tl.store(out_ptr + place, y.to(out_ptr.dtype.element_ty), mask=columns[3][None, :])
 
 
-@launch.kernel(do_not_specialize=["last", "capacity"])
+@launch.kernel(specialize=("M",), do_not_specialize=["last", "capacity"])
 def _blocksparse_softmax_fwd_kernel(
     x_ptr, mask_ptr, out_ptr, offsets_ptr, columns_ptr, elements_ptr, stride_mz, stride_mm, stride_mn, rows, last,
     capacity, M, N, scale, SHAPE: tl.constexpr, TILE: tl.constexpr, LINES: tl.constexpr, ONCE: tl.constexpr,
@@ -166,13 +166,16 @@ def _blocksparse_softmax_fwd_kernel(
     source = (x_ptr, mask_ptr, stride_mm, stride_mn, M, N)
     lists = (columns_ptr, elements_ptr, begin, count)
     size = count * SHAPE[1]
-    for part in tl.static_range(0 if STEP >= 1024 else 2, 3):
-        if (size <= STEP >> 2 - part) & ((size > STEP >> 3 - part) | (part == 0) | (STEP < 1024)):
-            softmax_at_once(source, out_ptr, lists, scale, line, i, SHAPE, STEP >> 2 - part, LINES, MASK)
-    if not ONCE:
-        if size > STEP:
-            for first in range(0, LINES, TILE[0]):
-                softmax_in_two(source, out_ptr, lists, scale, line + first, i + first, SHAPE, STEP, MASK)
+    # One chain: what a later condition needs would stay in registers.
+    if STEP >= 1024 and size <= STEP // 4:
+        softmax_at_once(source, out_ptr, lists, scale, line, i, SHAPE, STEP // 4, LINES, MASK)
+    elif STEP >= 1024 and size <= STEP // 2:
+        softmax_at_once(source, out_ptr, lists, scale, line, i, SHAPE, STEP // 2, LINES, MASK)
+    elif ONCE or size <= STEP:
+        softmax_at_once(source, out_ptr, lists, scale, line, i, SHAPE, STEP, LINES, MASK)
+    else:
+        for first in range(0, LINES, TILE[0]):
+            softmax_in_two(source, out_ptr, lists, scale, line + first, i + first, SHAPE, STEP, MASK)
     fill_rest(out_ptr, tl.load(offsets_ptr + last), capacity, lost, SHAPE[0], SHAPE[1])
 
 
@@ -222,7 +225,6 @@ def _blocksparse_softmax_bwd_kernel(
 
 
 def softmax(call: BlocksparseSoftmax) -> Tensor:
-    """Operator `blocksparse_softmax`."""
     values, mask, scale, lists = call.values, call.mask, call.scale, Lists(call.layout, call.form)
     z, rows, _, height, width, m, n, capacity, *_ = lists.form
     out, last, elements = torch.empty_like(values), z * rows, lists.elements
@@ -246,7 +248,6 @@ def softmax(call: BlocksparseSoftmax) -> Tensor:
 
 
 def softmax_bwd(call: BlocksparseSoftmaxBwd) -> Tensor:
-    """Operator `blocksparse_softmax_bwd`."""
     out, lists = call.out, Lists(call.layout, call.form)
     z, rows, _, height, width, _, n, capacity, *_ = lists.form
     dx, last = torch.empty_like(out), z * rows

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.blocksparse.lists import Lists
-from gossamer.blocksparse.records import BlocksparseFillOutside, BlocksparseFromDense, BlocksparseToDense
+from gossamer.blocksparse.records import BlocksparseFromDense, BlocksparseToDense
 
 
 @triton.jit
@@ -100,28 +100,7 @@ def _to_dense_kernel(
     tl.store(out_ptr + to, x, mask=(i < M) & (j < N))
 
 
-@launch.kernel(do_not_specialize=["capacity"])
-def _fill_outside_kernel(
-    values_ptr, out_ptr, row_indices_ptr, col_indices_ptr, R, M, N, capacity, fill,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, BEHIND: tl.constexpr,
-):  # fmt: skip
-    """Program (GROUP stored blocks)."""
-    block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
-    exists = block < capacity
-    row = tl.load(row_indices_ptr + block, mask=exists, other=-1)
-    column = tl.load(col_indices_ptr + block, mask=exists, other=0)
-    down, across = tl.arange(0, HEIGHT)[None, :, None], tl.arange(0, WIDTH)[None, None, :]
-    valid = ((row % R * HEIGHT)[:, None, None] + down < M) & ((column * WIDTH)[:, None, None] + across < N)
-    if BEHIND:
-        valid &= (row >= 0)[:, None, None]
-    at = block.to(tl.int64)[:, None, None] * (HEIGHT * WIDTH) + (down * WIDTH + across)
-    x = tl.load(values_ptr + at, mask=valid & exists[:, None, None], other=0)
-    x = tl.where(valid, x, tl.full(x.shape, fill, tl.float32).to(x.dtype))
-    tl.store(out_ptr + at, x, mask=exists[:, None, None])
-
-
 def from_dense(call: BlocksparseFromDense) -> Tensor:
-    """Operator `blocksparse_from_dense`."""
     x, lists = call.x, Lists(call.layout, call.form)
     _, rows, _, height, width, m, n, capacity, *_ = lists.form
     out = torch.empty(capacity, height, width, dtype=x.dtype, device=x.device)
@@ -132,7 +111,6 @@ def from_dense(call: BlocksparseFromDense) -> Tensor:
 
 
 def to_dense(call: BlocksparseToDense) -> Tensor:
-    """Operator `blocksparse_to_dense`."""
     values, lists = call.values, Lists(call.layout, call.form)
     z, rows, cols, height, width, m, n, capacity, *_ = lists.form
     out = torch.empty(z, m, n, dtype=values.dtype, device=values.device)
@@ -141,20 +119,6 @@ def to_dense(call: BlocksparseToDense) -> Tensor:
         meta, group = _tile(height, width)
         programs = z * rows * launch.cdiv(cols, group)
         _to_dense_kernel((programs, 1, 1), args, meta, num_warps=_warps(group * height * width))
-    return out
-
-
-def fill_outside(call: BlocksparseFillOutside) -> Tensor:
-    """Operator `blocksparse_fill_outside`."""
-    values, lists = call.values, Lists(call.layout, call.form)
-    capacity, height, width = values.shape
-    out, form = torch.empty_like(values), lists.form
-    args = (plain(values), plain(out), lists.row_indices, lists.col_indices, max(form.rows, 1), form.m, form.n)
-    meta, group = _tile(height, width)
-    _fill_outside_kernel(
-        (launch.cdiv(capacity, group), 1, 1), (*args, capacity, float(call.fill)), {**meta, "BEHIND": call.behind},
-        num_warps=_warps(group * height * width),
-    )  # fmt: skip
     return out
 
 
@@ -177,5 +141,4 @@ def _warps(elements: int) -> int:
 EXAMPLES = {
     _from_dense_kernel: {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8, "num_warps": 2},
     _to_dense_kernel: {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8, "num_warps": 2},
-    _fill_outside_kernel: {"HEIGHT": 16, "WIDTH": 16, "GROUP": 8, "BEHIND": True, "num_warps": 2},
 }

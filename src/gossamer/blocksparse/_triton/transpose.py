@@ -58,7 +58,6 @@ TILE = 64
 
 
 def transpose(call: BlocksparseTranspose) -> Tensor:
-    """Operator `blocksparse_transpose`."""
     return turn_blocks(call.values, Lists(call.layout, call.form), call.values.dtype)
 
 

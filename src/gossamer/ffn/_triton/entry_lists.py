@@ -37,6 +37,16 @@ class Weights(NamedTuple):
     down: Tensor
 
 
+class Tile(NamedTuple):
+    """What a warp takes: entries at a time, bytes of a row; registers of a thread; stages. Defaults are of slices so
+    narrow that a part of the rows is found in the L1."""
+
+    entries: int
+    width: int = 512
+    registers: int | None = None
+    stages: int = 1
+
+
 class Hot(NamedTuple):
     """Hot neurons. listed: int32 `[2 + H]`, how many slots are in use, how many neurons are hot, and those with slots;
     slots: int32 `[N]`, a neuron's slot, or -1; values `[1 or 2, M, H]`, zeros: the gate at its entries; behind it there
@@ -242,6 +252,26 @@ def _ffn_column_lists_kernel(
         tl.store(rows_ptr + place, row + tl.zeros([BLOCK], tl.int32), mask=held)
         tl.store(places_ptr + place, at, mask=held)
         tl.store(hidden_ptr + place, hidden, mask=held)
+
+
+@triton.jit
+def through(grad, z, active, up, penalty_ptr, SQUARED: tl.constexpr):
+    """(hidden activations, gradients through the gate, through the up projection) at entries; grad: of the hidden
+    activations, float32, without the L1 penalty's share. z: of the gate; up: float32, or None in a plain block."""
+    dtype: tl.constexpr = z.dtype
+    gate = tl.where(active, z.to(tl.float32), 0.0)
+    hidden = gate * gate if SQUARED else gate
+    slope = 2 * gate if SQUARED else tl.full(gate.shape, 1, tl.float32)
+    through_up = hidden
+    if up is not None:
+        if penalty_ptr is not None:
+            grad += tl.load(penalty_ptr) * tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
+        through_up = tl.where(active, grad * hidden, 0.0)
+        hidden = tl.where(active, hidden.to(dtype).to(tl.float32) * up, 0.0)
+        slope *= up
+    elif penalty_ptr is not None:
+        grad += tl.load(penalty_ptr)
+    return hidden, tl.where(active, grad * slope, 0.0), through_up
 
 
 def row_lists(packed: tuple[Tensor, Tensor, Tensor], hot: Hot, tile: int, n: int, limit: int, room: int) -> RowLists:

@@ -25,9 +25,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton._packed import LISTED, SLOTS, TILE, Packed
+from gossamer.ffn._triton.heavy import LISTED
 from gossamer.ffn._triton.replay import Launched
 from gossamer.ffn.costs import MANY
+
+TILE, SLOTS = tl.constexpr(256), tl.constexpr(16)
+"""Columns of a tile, and slots that a row has for a tile's entries."""
 
 
 @triton.jit
@@ -141,7 +144,7 @@ SLICE = 2048
 
 
 def gather(
-    packed: Packed,
+    packed: tuple[Tensor, Tensor, Tensor],
     x: Tensor,
     up: tuple[Tensor, Tensor | None] | None,
     down: tuple[Tensor, Tensor | None],
@@ -153,9 +156,10 @@ def gather(
 ) -> list[Launched]:
     """Writes the rows of `out` that are not heavy, lists the others and counts all entries.
 
-    x, up and down, (weight [N, K] and [N, D], bias), are contiguous. heavy: the list, still empty.
+    packed: values and indices [M, T, SLOTS] and counts [M, T], as `empty_twell` has them. x, up and down, (weight
+    [N, K] and [N, D], bias), are contiguous. heavy: the list, still empty.
     """
-    (m, tiles, _), (down_weight, down_bias) = packed.values.shape, down
+    (m, tiles, _), (down_weight, down_bias) = packed[0].shape, down
     up_weight, up_bias = up or (None, None)
     k, d = x.shape[1], out.shape[1]
     choice = choice or (MANY_ROWS if m >= MANY else CHOICE)
@@ -174,8 +178,7 @@ def gather(
         "DEPENDENT": tuning.dependent_launch(x.device),
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
-    heads = (packed.values, packed.indices, packed.counts, x, up_weight, up_bias, down_weight, down_bias, whole, nnz)
-    heads += (heavy,)
+    heads = (*packed, x, up_weight, up_bias, down_weight, down_bias, whole, nnz, heavy)
     follows = tuning.dependent_launch(x.device)
     options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
     bound = _ffn_gather_kernel((m, slices, parts), (*heads, tiles, k, d), meta, head=len(heads), **options)

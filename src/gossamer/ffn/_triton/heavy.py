@@ -18,10 +18,12 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton._packed import LISTED
 from gossamer.ffn._triton.replay import Launched
 from gossamer.rowsparse._triton.overflow import SUMMED, summed_apart
 
+LISTED = tl.constexpr(4)
+"""Words before the rows of a list of heavy ones: how many they are, how many entries a row has that is not, and of the
+tiles of their products how many are drawn, and done."""
 RESERVED, TRAINED = 8, 24
 """The part of a batch's rows whose activations are in memory at a time: one in so many, in whole tiles; and where a
 block is trained."""

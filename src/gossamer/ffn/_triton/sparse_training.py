@@ -11,10 +11,11 @@ list: they are columns of dense products.
 import torch
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import tuning
 from gossamer._core.compiling import together
 from gossamer.ffn._triton import heavy, train_columns, train_heavy, train_hot, train_rows
 from gossamer.ffn._triton.entry_lists import Hot, RowLists, Weights, column_lists, row_lists
+from gossamer.ffn._triton.train_columns import hidden_gradients, weight_gradients
 from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
 from gossamer.rowsparse._triton.dense_transpose import launch_dense_transpose
@@ -66,16 +67,20 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
     share = None if penalty is None else (penalty / x.shape[0]).float()
     up = None if call.up_weight is None else up_values
     by_neuron = column_lists(values, up, columns, offsets, n, squared)
-    grad_down, dots = train_columns.down_gradients(by_neuron, grad, weights.down)
-    by_row, by_column = train_columns.hidden_gradients(by_neuron, dots, values, up, share, squared)
+    grad_down, _, dots = weight_gradients(
+        by_neuron, (by_neuron.hidden, None), grad, weights.down, product=True, tile=train_columns.DOWN
+    )
+    assert dots is not None
+    by_row, by_column = hidden_gradients(by_neuron, dots, values, up, share, squared)
     del dots
     sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
     beside = tuning.dependent_launch(x.device)
-    grad_gate, grad_up = train_columns.gate_gradients(by_neuron, by_column, x, weights.gate, sums, beside)
+    pair = by_column[0], None if weights.up is None else by_column[1]
+    grad_gate, grad_up, _ = weight_gradients(by_neuron, pair, x, weights.gate, sums=sums, beside=beside)
     second = None if weights.up is None else (by_row[1], weights.up)
     train_rows.multiply_rows(columns, offsets, (by_row[0], weights.gate), second, None, dx, beside=beside)
-    del by_neuron, by_column, by_row, second
+    del by_neuron, by_column, by_row, pair, second
     grads = (grad_down, grad_gate, grad_up)
     train_hot.backward(listed, hot_values, x, weights, grad, share, dx, grads, sums, squared)
     train_heavy.backward(unlisted, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
@@ -83,8 +88,3 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
     # A gradient that lies otherwise than its weight would be copied, element by element, when it is accumulated.
     grad_down = grad_down.t() if call.down_weight.t().is_contiguous() else turned(grad_down)
     return dx, grad_gate, x.new_empty(0) if grad_up is None else grad_up, grad_down, sums
-
-
-def room_for(entries: int) -> int:
-    """Places for so many entries: parts of a buffer begin on aligned addresses."""
-    return launch.cdiv(entries, 16) * 16

@@ -7,22 +7,20 @@ products of the rows with the neuron's own weight, which are the gradients of it
 same loads, a part to a slice.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import ColumnLists
+from gossamer.ffn._triton.entry_lists import ColumnLists, Tile, through
 
 
 @launch.kernel
 def _ffn_train_weights_kernel(
     offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, sums_ptr,
     room, N, K,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, BESIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (neuron, slice). `second_ptr` and `w_ptr` may be absent, with what belongs to them. sums_ptr, if any:
     [2, N], the sums of both sets of values. With BESIDE the kernel launched next may begin while this one drains."""
@@ -44,7 +42,7 @@ def _ffn_train_weights_kernel(
     first_ptr += begin
     if second_ptr is not None:
         second_ptr += begin
-    for start in tl.range(0, count, BLOCK_E, num_stages=STAGES):
+    for start in range(0, count, BLOCK_E):
         entry = start + tl.arange(0, BLOCK_E)
         held = entry < count
         row = tl.load(rows_ptr + entry, mask=held, other=0).to(tl.int64)
@@ -86,72 +84,48 @@ def _ffn_train_hidden_kernel(
         grad = tl.zeros([BLOCK], tl.float32)
         for part in tl.static_range(SLICES):
             grad += tl.load(dots_ptr + tl.cast(part, tl.int64) * room + entry, mask=held, other=0.0)
-        gate = tl.load(gate_ptr + place, mask=held, other=0.0).to(tl.float32)
-        active = gate * gate if SQUARED else gate
-        slope = 2 * gate if SQUARED else tl.zeros([BLOCK], tl.float32) + 1
+        gate = tl.load(gate_ptr + place, mask=held, other=0.0)
+        up = None
         if up_ptr is not None:
             up = tl.load(up_ptr + place, mask=held, other=0.0).to(tl.float32)
-            if penalty_ptr is not None:
-                sign = tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
-                grad += tl.load(penalty_ptr) * sign
-            through_up = grad * active
+        _, through_gate, through_up = through(grad, gate, held, up, penalty_ptr, SQUARED)
+        tl.store(by_row_ptr + place, through_gate, mask=held)
+        tl.store(by_column_ptr + entry, through_gate, mask=held)
+        if up_ptr is not None:
             tl.store(by_row_ptr + room + place, through_up, mask=held)
             tl.store(by_column_ptr + room + entry, through_up, mask=held)
-            slope *= up
-        elif penalty_ptr is not None:
-            grad += tl.load(penalty_ptr)
-        tl.store(by_row_ptr + place, grad * slope, mask=held)
-        tl.store(by_column_ptr + entry, grad * slope, mask=held)
 
 
-class ColumnTile(NamedTuple):
-    """Entries at a time, bytes of a row to a program and to a warp, registers of a thread, stages."""
-
-    entries: int
-    slice: int = 1024
-    width: int = 1024
-    registers: int | None = None
-    stages: int = 1
-
-    def columns(self, size: int) -> int:
-        """Of a slice, of elements of `size` bytes."""
-        return self.slice // size
+DOWN = Tile(4, 1024)
+GATE_UP = Tile(8, 1024, registers=128)
 
 
-DOWN = ColumnTile(4)
-GATE_UP = ColumnTile(8, registers=128)
-
-
-def launch_weights(
+def weight_gradients(
     lists: ColumnLists,
     values: tuple[Tensor, Tensor | None],
     x: Tensor,
-    products: tuple[Tensor, Tensor] | None,
-    out: tuple[Tensor, Tensor | None],
-    sums: Tensor | None,
-    tile: ColumnTile,
+    like: Tensor,
+    *,
+    product: bool = False,
+    sums: Tensor | None = None,
+    tile: Tile = GATE_UP,
     beside: bool = False,
-) -> None:
-    """products: a weight `[N, K]`, and its products with rows of x. beside: whether the kernel launched next, which
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """(for each set of values, `[room]`, the gradient of a weight `[N, K]`, the second or None; with `product` the
+    products of rows of `x` with the weight `like` at the entries, by columns, in parts of K: float32 `[parts, room]`).
+
+    sums: float32 `[2, N]`, takes the sums of the values of neurons. beside: whether the kernel launched next, which
     reads nothing of these, may begin while programs end."""
-    (room,), n, k, size = values[0].shape, lists.offsets.shape[0] - 1, x.shape[1], x.element_size()
-    block = tile.columns(size)
-    args = (lists.offsets, lists.rows, *values, x, *(products or (None, None)), *out, sums, room, n, k)
-    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "STAGES": tile.stages, "BESIDE": beside}
-    options = {"num_warps": max(1, tile.slice // tile.width), "maxnreg": tile.registers if size == 2 else None}
-    _ffn_train_weights_kernel((n, launch.cdiv(k, block), 1), args, meta, **options)
-
-
-def down_gradients(
-    lists: ColumnLists, grad: Tensor, down_weight: Tensor, tile: ColumnTile = DOWN
-) -> tuple[Tensor, Tensor]:
-    """(gradient of W_down `[N, D]`, the products of rows of `grad` with it at the entries, by columns, in parts of
-    D: float32 `[parts, room]`)."""
-    slices = launch.cdiv(grad.shape[1], tile.columns(grad.element_size()))
-    dots = torch.empty(slices, lists.hidden.shape[0], dtype=torch.float32, device=grad.device)
-    out = torch.empty_like(down_weight)
-    launch_weights(lists, (lists.hidden, None), grad, (down_weight, dots), (out, None), None, tile)
-    return out, dots
+    (room,), (n, k), size = values[0].shape, like.shape, x.element_size()
+    block = tile.width // size
+    slices = launch.cdiv(k, block)
+    first, second = torch.empty_like(like), None if values[1] is None else torch.empty_like(like)
+    dots = torch.empty(slices, room, dtype=torch.float32, device=x.device) if product else None
+    args = (lists.offsets, lists.rows, *values, x, like if product else None, dots, first, second, sums, room, n, k)
+    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "BESIDE": beside}
+    registers = tile.registers if size == 2 else None
+    _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=1, maxnreg=registers)
+    return first, second, dots
 
 
 def hidden_gradients(
@@ -169,26 +143,9 @@ def hidden_gradients(
     return by_row, by_column
 
 
-def gate_gradients(
-    lists: ColumnLists,
-    by_column: Tensor,
-    x: Tensor,
-    like: Tensor,
-    sums: Tensor | None = None,
-    beside: bool = False,
-    tile: ColumnTile = GATE_UP,
-) -> tuple[Tensor, Tensor | None]:
-    """Gradients of W_gate and, where there are two sets of values, of W_up, `[N, K]`; sums, float32 `[2, N]`, takes
-    those of the biases. beside: as `launch_weights` takes it."""
-    second = by_column[1] if by_column.shape[0] > 1 else None
-    out = torch.empty_like(like), None if second is None else torch.empty_like(like)
-    launch_weights(lists, (by_column[0], second), x, None, out, sums, tile, beside)
-    return out
-
-
 EXAMPLES = {
     _ffn_train_weights_kernel: {
-        "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 512, "STAGES": 1, "BESIDE": False, "num_warps": 1,
+        "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 512, "BESIDE": False, "num_warps": 1,
         "maxnreg": 128,
     },
     _ffn_train_hidden_kernel: {"BLOCK": 512, "SLICES": 4, "SQUARED": False},

@@ -8,12 +8,11 @@ neuron without a slot is gathered, however many rows have it.
 """
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import RANKS, Hot, Weights, columns_at
+from gossamer.ffn._triton.entry_lists import RANKS, Hot, Weights, columns_at, through
 from gossamer.ffn.costs import hot_bound
 from gossamer.rowsparse.formats import sums_over_rows
 
@@ -23,8 +22,6 @@ LEAST = 64
 """Rows that have a neuron, at least, before it is hot."""
 FLAT = 1024
 """Activations of a program."""
-WAYS = tl.constexpr(32)
-"""Counts that a round of the search for the least one tries at once."""
 
 
 @launch.kernel
@@ -38,75 +35,6 @@ def _ffn_hot_sample_kernel(indices_ptr, counts_ptr, fired_ptr, step, tiles, slot
         for first in range(0, tl.max(counts, axis=0), RANKS):
             held, column = columns_at(indices_ptr + row * tiles * slots, at, counts, first, slots, tile)
             tl.atomic_add(fired_ptr + column, 1, mask=held, sem="relaxed")
-
-
-@launch.kernel
-def _ffn_hot_choose_kernel(
-    fired_ptr, hot_ptr, slot_ptr, N, rows, least, capacity, BLOCK: tl.constexpr, SEARCHED: tl.constexpr
-):
-    """One program: how many neurons have slots, how many more than `least` of the rows counted have, and a slot for
-    each of the latter, columns ascending, or for the most frequent where there are too many."""
-    frequent = 0
-    for first in range(0, N, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        fired = tl.load(fired_ptr + column, mask=column < N, other=0)
-        frequent += tl.sum((fired > least).to(tl.int32), axis=0)
-    tl.store(hot_ptr + 1, frequent)
-    low, high = least, least
-    if frequent > capacity:
-        high = rows
-        if capacity == 0:
-            low = rows
-    while low < high:
-        # No more than `capacity` neurons exceed `high`.
-        step = tl.cdiv(high - low, WAYS)
-        bound = low + tl.arange(0, WAYS) * step
-        beyond = tl.zeros([WAYS], tl.int32)
-        for first in range(0, N, SEARCHED):
-            column = first + tl.arange(0, SEARCHED)
-            fired = tl.load(fired_ptr + column, mask=column < N, other=0)
-            beyond += tl.sum((fired[:, None] > bound[None, :]).to(tl.int32), axis=0)
-        full = tl.sum((beyond > capacity).to(tl.int32), axis=0)
-        high = tl.minimum(high, low + full * step)
-        low = tl.where(full == 0, high, low + (full - 1) * step + 1)
-    over = 0
-    for first in range(0, N, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        over += tl.sum((tl.load(fired_ptr + column, mask=column < N, other=0) > high).to(tl.int32), axis=0)
-    # Of those that exactly `high` of the rows have, the first that there are slots for.
-    left = tl.where(high > least, capacity - over, 0)
-    used = 0
-    for first in range(0, N, BLOCK):
-        column = first + tl.arange(0, BLOCK)
-        fired = tl.load(fired_ptr + column, mask=column < N, other=0)
-        equal = (fired == high).to(tl.int32)
-        chosen = (fired > high) | ((equal != 0) & (tl.cumsum(equal, axis=0) <= left))
-        left -= tl.sum(equal, axis=0)
-        place = used + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-        tl.store(hot_ptr + 2 + place, column, mask=chosen)
-        tl.store(slot_ptr + column, tl.where(chosen, place, -1), mask=column < N)
-        used += tl.sum(chosen.to(tl.int32), axis=0)
-    tl.store(hot_ptr, used)
-
-
-@triton.jit
-def through(grad, z, active, up, penalty_ptr, SQUARED: tl.constexpr):
-    """(hidden activations, gradients through the gate, through the up projection) at entries; grad: of the hidden
-    activations, float32, without the L1 penalty's share. z: of the gate; up: float32, or None in a plain block."""
-    dtype: tl.constexpr = z.dtype
-    gate = tl.where(active, z.to(tl.float32), 0.0)
-    hidden = gate * gate if SQUARED else gate
-    slope = 2 * gate if SQUARED else tl.full(gate.shape, 1, tl.float32)
-    through_up = hidden
-    if up is not None:
-        if penalty_ptr is not None:
-            grad += tl.load(penalty_ptr) * tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
-        through_up = tl.where(active, grad * hidden, 0.0)
-        hidden = tl.where(active, hidden.to(dtype).to(tl.float32) * up, 0.0)
-        slope *= up
-    elif penalty_ptr is not None:
-        grad += tl.load(penalty_ptr)
-    return hidden, tl.where(active, grad * slope, 0.0), through_up
 
 
 @launch.kernel
@@ -152,15 +80,21 @@ def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, gated: bool
     values, indices, counts = packed
     m, tiles, slots = values.shape
     fired, listed = (torch.zeros(size, dtype=torch.int32, device=values.device) for size in (n, 2 + capacity))
-    slot = torch.empty_like(fired)
     step = m // SAMPLED | 1
     rows, block = launch.cdiv(m, step), min(max(launch.next_power_of_2(tiles), 16), 64)
     args = (indices, counts, fired, step, tiles, slots, tile)
     _ffn_hot_sample_kernel((rows, 1, 1), args, {"BLOCK": block}, num_warps=1)
     least = min(rows, max(int(hot_bound(rows, values.element_size(), values.device)), launch.cdiv(LEAST, step)))
-    args = (fired, listed, slot, n, rows, least, capacity)
-    meta = {"BLOCK": min(8192, max(32, launch.next_power_of_2(n))), "SEARCHED": 1024}
-    _ffn_hot_choose_kernel((1, 1, 1), args, meta, num_warps=8)
+    torch.sum(fired > least, 0, dtype=torch.int32, out=listed[1])
+    slot = torch.full_like(fired, -1)
+    if capacity:
+        # Of neurons that are equally frequent the first have slots.
+        order = fired.argsort(descending=True, stable=True)[:capacity]
+        place = torch.arange(order.shape[0], dtype=torch.int32, device=values.device)
+        torch.clamp(listed[1], max=order.shape[0], out=listed[0])
+        used = place < listed[0]
+        listed[2 : 2 + order.shape[0]] = torch.where(used, order, 0)
+        slot[order] = torch.where(used, place, -1)
     return Hot(listed, slot, values.new_zeros(2 if gated else 1, m, capacity))
 
 
@@ -249,7 +183,6 @@ def backward(
 
 EXAMPLES = {
     _ffn_hot_sample_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 32, "num_warps": 1},
-    _ffn_hot_choose_kernel: {"hot_ptr": "*i32", "slot_ptr": "*i32", "BLOCK": 8192, "SEARCHED": 1024, "num_warps": 8},
     _ffn_hot_hidden_kernel: {
         "bias_ptr": None, "BLOCK": 1024, "SQUARED": False, "GATED": True,
     },

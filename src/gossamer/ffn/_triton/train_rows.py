@@ -7,15 +7,13 @@ of the weight at once: of so narrow slices, which are the slow axis of the grid,
 Sums stay in registers, in float32, in the order of the entries.
 """
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import RowLists, Weights, widened
+from gossamer.ffn._triton.entry_lists import RowLists, Tile, Weights, widened
 
 
 @launch.kernel
@@ -86,27 +84,9 @@ def _ffn_train_rows_kernel(
         gdc_wait()
 
 
-class UpTile(NamedTuple):
-    """Entries at a time, bytes of a row to a warp, stages, registers of a thread."""
-
-    entries: int = 1
-    width: int = 4096
-    stages: int = 3
-    registers: int | None = 96
-
-
-class RowTile(NamedTuple):
-    """Entries at a time, bytes of a row to a program and to a warp, registers of a thread."""
-
-    entries: int
-    slice: int = 512
-    width: int = 512
-    registers: int | None = None
-
-
-UP = UpTile()
-DOWN = RowTile(8)
-DX = RowTile(4)
+UP = Tile(1, 4096, 96, 3)
+DOWN = Tile(8)
+DX = Tile(4)
 
 
 def forward(
@@ -115,8 +95,8 @@ def forward(
     weights: Weights,
     down_bias: Tensor | None,
     squared: bool,
-    up_tile: UpTile = UP,
-    tile: RowTile = DOWN,
+    up_tile: Tile = UP,
+    tile: Tile = DOWN,
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """(out `[M, D]`, the up projection's values at the entries or None, float32 `[M]`: the sums of |hidden| of rows) of
     x `[M, K]`. A row without entries becomes the bias."""
@@ -142,19 +122,19 @@ def multiply_rows(
     second: tuple[Tensor, Tensor] | None,
     bias: Tensor | None,
     out: Tensor,
-    tile: RowTile = DX,
+    tile: Tile = DX,
     beside: bool = False,
 ) -> None:
     """out `[M, D]`: of each row the sum of its entries times rows of a weight `[N, D]`, for one or two sets of values
     and weights. With `beside` while the kernel launched last runs, which must let others begin, and touch none of
     these."""
     (m, d), size = out.shape, out.element_size()
-    block = min(launch.next_power_of_2(d), tile.slice // size)
+    block = min(launch.next_power_of_2(d), tile.width // size)
     meta = {"BLOCK_E": tile.entries, "BLOCK_D": block, "BESIDE": beside}
     values, other = second or (None, None)
     args = (offsets, columns, first[0], values, first[1], other, bias, out, d)
-    options = {"num_warps": max(1, block * size // tile.width), "maxnreg": tile.registers, "launch_pdl": beside}
-    _ffn_train_rows_kernel((m, launch.cdiv(d, block), 1), args, meta, **options)
+    grid, registers = (m, launch.cdiv(d, block), 1), tile.registers
+    _ffn_train_rows_kernel(grid, args, meta, num_warps=1, maxnreg=registers, launch_pdl=beside)
 
 
 EXAMPLES = {

@@ -119,11 +119,6 @@ def count_bits(bits):
 
 
 @gluon.jit
-def leading_zeros(bits):
-    return gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [bits], gl.int32, True, 1)
-
-
-@gluon.jit
 def produce(inputs, ring, extent, TRANSPOSED: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr):
     """The warp that loads."""
     x_desc, w_desc = inputs
@@ -244,7 +239,7 @@ def pack_tile(
         bits = gl.where(exists & (rank < SLOTS), bits, 0)
         # A lane that holds an entry seldom holds a second one.
         while gl.max(gl.max(bits, 0), 0) > 0:
-            at = leading_zeros(bits) - 24
+            at = gl.inline_asm_elementwise("clz.b32 $0, $1;", "=r,r", [bits], gl.int32, True, 1) - 24
             pair = gl.where(at < 4, gl.where(at < 2, pairs[0], pairs[1]), gl.where(at < 6, pairs[2], pairs[3]))
             value = (pair >> (at & 1) * 16).to(gl.int16).to(halves.dtype, bitcast=True)
             gl.store(values_ptr + first * SLOTS + slot, value, mask=bits > 0)

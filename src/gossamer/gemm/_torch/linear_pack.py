@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._torch.linear_source import linear
-from gossamer.rowsparse._torch.pack import buffers_of, positions_above, row_offsets_of
+from gossamer.rowsparse._torch.pack import buffers_of, nonzero_positions, row_offsets_of
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time: few beside the weights, and enough rows for a fast product."""
@@ -18,7 +18,8 @@ def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor]:
     blocks = []
     for rows in x.split(step) if x.shape[0] > step else (x,):
         z = linear(rows, weight, bias)
-        positions, (m, n) = positions_above(z, threshold), z.shape
+        kept = ~(z <= (0 if threshold is None else threshold.clamp(min=0)))
+        positions, (m, n) = nonzero_positions(kept), z.shape
         offsets = row_offsets_of(positions, m, n)
         packed = buffers_of(offsets, positions % max(n, 1), z.view(-1)[positions], capacity)
         if squared:

@@ -9,6 +9,8 @@ a tile of the gate and the same tile of up, in two accumulators that meet in reg
 A backward pass that kept nothing computes gate and up again; one that kept the two reads them (`_glu_bwd_kernel`).
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -17,6 +19,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import FEW, choose_path
 from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
+from gossamer.rowsparse._torch.linear_source import linear
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -166,23 +169,33 @@ def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
 _plans = launch.Plans()
 
 
+def again(call: LinearGlu) -> Tensor | None:
+    """The result of a call of few rows whose like was computed before, so that nothing has to be checked; else None."""
+    out = call.x.new_empty(call.x.shape[0], call.gate_weight.shape[0] // (2 if call.up_weight is None else 1))
+    return out if _repeated(call, out) is None else None
+
+
 def _launch_few_rows(call: LinearGlu, out: Tensor) -> None:
     """Fills out. Host time is most of a step of decoding: what follows from shapes is done once and kept as a plan."""
-    x, gate_weight, up_weight, gate_bias, up_bias, activation, _ = call
-    index = x.get_device()
-    key = (x.shape, x.stride(), x.dtype, gate_weight.shape, gate_weight.stride(), activation, index)
-    key += (None if up_weight is None else up_weight.stride(),)
-    key += tuple([None if bias is None else bias.dtype for bias in (gate_bias, up_bias)])
-    gate = gate_weight.data_ptr()
-    rows = out.shape[1] * gate_weight.stride(0) * gate_weight.element_size()
-    up = gate + rows if up_weight is None else up_weight.data_ptr()
-    biases = [None if bias is None else bias.data_ptr() for bias in (gate_bias, up_bias)]
-    pointers = (x.data_ptr(), gate, up, *biases, out.data_ptr())
-    plan = _plans.get(key, index, pointers[0] | gate | up | (biases[0] or 0) | (biases[1] or 0))
-    if plan is not None:
-        plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers)
-        return
-    _plans.keep(key, x.device, _launch_linear_glu(_split(call), None, out, None))
+    key = _repeated(call, out)
+    if key is not None:
+        _plans.keep(key, call.x.device, _launch_linear_glu(_split(call), None, out, None))
+
+
+def _repeated(call: LinearGlu, out: Tensor) -> Any:
+    """Fills out by a plan, and returns None; the call's key where there is none."""
+    *operands, activation, _ = call
+    key, pointers, addresses = launch.call_of(operands, activation)
+    if call.up_weight is None:
+        weight = call.gate_weight
+        pointers[2] = weight.data_ptr() + out.shape[1] * weight.stride(0) * weight.element_size()
+        addresses |= pointers[2]
+    index = out.get_device()
+    plan = _plans.get(key, index, addresses)
+    if plan is None:
+        return key
+    plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers, out.data_ptr())
+    return None
 
 
 def linear_glu_bwd(call: LinearGluBwd) -> tuple[Tensor, Tensor]:
@@ -222,12 +235,9 @@ def _launch_linear_glu(
     """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
     operands and out bound, where that is possible: it is that of few rows, and what it points to is aligned."""
     path = choose_path(call)
-    if path == "row":
+    if path in ("row", "tiles"):
         assert out is not None
-        return _launch_row(call, out)
-    if path == "tiles":
-        assert out is not None
-        return _launch_tiles(call, out)
+        return (_launch_row if path == "row" else _launch_tiles)(call, out)
     if path == "hopper":
         from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
@@ -274,19 +284,26 @@ def _launch_separate(
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
     least = max(1024, BYTES // (2 * n * x.element_size()), launch.cdiv(m, 16))
-    block = m if out is None or gates is not None else least
-    for first in range(0, m, block):
-        rows = slice(first, first + block)
-        given = x[rows]
-        gate, up = (place[rows] for place in gates) if gates else (x.new_empty(len(given), n) for _ in range(2))
-        _product(given, gate_weight, gate_bias, gate)
-        _product(given, up_weight, up_bias, up)
-        if out is not None:
-            total = gate.numel()
-            meta = {"BLOCK": FLAT, "ACTIVATION": activation}
-            _glu_fwd_kernel((launch.cdiv(total, FLAT), 1, 1), (gate, up, out[rows], total), meta)
-        elif grad is not None:
-            launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+    if out is not None and gates is None:
+        for first in range(0, m, least):
+            # Slices of all rows would be most of the host's time.
+            rows = slice(first, first + least)
+            given, result = (x, out) if m <= least else (x[rows], out[rows])
+            gate, up = linear(given, gate_weight, gate_bias), linear(given, up_weight, up_bias)
+            _launch_glu(gate, up, result, activation)
+        return
+    gate, up = gates if gates else (x.new_empty(m, n) for _ in range(2))
+    _product(x, gate_weight, gate_bias, gate)
+    _product(x, up_weight, up_bias, up)
+    if out is not None:
+        _launch_glu(gate, up, out, activation)
+    elif grad is not None:
+        launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+
+
+def _launch_glu(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
+    meta = {"BLOCK": FLAT, "ACTIVATION": activation}
+    _glu_fwd_kernel((launch.cdiv(gate.numel(), FLAT), 1, 1), (gate, up, out, gate.numel()), meta)
 
 
 def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:

@@ -12,7 +12,7 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -20,15 +20,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_module
 
 from gossamer import gemm, rowsparse
 from gossamer import sae as operators
 from gossamer._core import autocast
 from gossamer.ffn import BlockTracker
-from gossamer.nn.plain import of_parts
+from gossamer.nn.plain import any_hook, of_parts
 from gossamer.rowsparse.pack import default_capacity
-from gossamer.sae import decode_path
 from gossamer.sae.encode_dense import choose_path
 
 try:
@@ -46,6 +44,7 @@ except ImportError as error:
     ) from error
 
 from gossamer.integrations.sae_lens import _training
+from gossamer.integrations.sae_lens._direct import DIRECT, is_small, remember
 from gossamer.integrations.sae_lens._latents import Latents
 
 __all__ = ["patch", "unpatch"]
@@ -205,6 +204,7 @@ def unpatch(sae: SAE[Any]) -> None:
         if getattr(sae.__dict__.get(name), "__func__", None) is function:
             del sae.__dict__[name]
     del sae.__dict__["_gossamer"]
+    sae.__dict__.pop(DIRECT, None)
 
 
 class _State(threading.local):
@@ -214,13 +214,11 @@ class _State(threading.local):
     hands out packed latents; any other one, such as a hook's, gets a dense tensor. The second `encode` of a pass takes
     the path of the first: SAELens removes hooks for it, and dense and packed latents differ by rounding.
 
-    Paths are those of `choose_path`, `"theirs"` where a hook listens to the latents, and `"small"` where every product
-    is so small that the class's own methods are the fastest.
+    Paths are those of `choose_path`, and `"theirs"` where a hook listens to the latents.
     """
 
     def __init__(self, report: Report) -> None:
         self.report, self.tracker = report, BlockTracker(rows=report.density)
-        self.small: dict[Hashable, bool] = {}
         self.turns: tuple[str, ...] = ()
         self.followed = False
         self.training = False
@@ -326,47 +324,21 @@ def _why_not_packed(sae: SAE[Any]) -> str | None:
     return None
 
 
-def _listened(hook: Any) -> bool:
-    """Whether a hook point, or another part, does more when it is called than its class says."""
-    if not isinstance(hook, torch.nn.Module):
-        return False
-    own = hook._forward_hooks or hook._forward_pre_hooks or hook._backward_hooks or hook._backward_pre_hooks
-    everywhere = torch_module._has_any_global_hook()
-    return bool(own) or bool(everywhere)
-
-
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
-    state = self._gossamer
-    if args and _is_small(self, args[0], "W_enc"):
-        before, state.path, state.turns = (state.path, state.turns), "small", ()
-        try:
-            return type(self).forward(self, *args, **kwargs)
-        finally:
-            state.path, state.turns = before
-    with state.running(1 + bool(self.use_error_term)):
-        out: Tensor = type(self).forward(self, *args, **kwargs)
+    own = self.__dict__
+    direct = own.get(DIRECT)
+    if direct is not None and len(args) == 1 and not kwargs and direct.serves(own, args[0]):
+        # By the class's functions: no step but this one passes through the patch.
+        return self.hook_sae_output(direct.decode(self, direct.encode(self, args[0])))
+    state, kind = self._gossamer, type(self)
+    small = bool(args) and is_small(self, args[0], "W_enc")
+    if small:
+        remember(self, args[0], state.report.density)
+    with state.running(0 if small else 1 + bool(self.use_error_term)):
+        out: Tensor = kind.forward(self, *args, **kwargs)
         state.record(self.W_dec.shape[0])
     return out
-
-
-def _is_small(self: Any, x: Tensor, name: str) -> bool:
-    """Whether the plain product of latents takes hardly longer than a launch, for the rows of x, which is multiplied
-    with the parameter `name`; and no path is pinned."""
-    state, parameters = self._gossamer, self._parameters
-    weight, W_dec = parameters.get(name), parameters.get("W_dec")
-    # A graph would be compiled anew for each number of rows.
-    if weight is None or W_dec is None or state.tracker.rows.pinned is not None or torch.compiler.is_compiling():
-        return False
-    rows = x.numel() // max(weight.shape[0], 1)
-    key = rows, W_dec.shape, W_dec.dtype, W_dec.device
-    found: bool | None = state.small.get(key)
-    if found is None:
-        if len(state.small) >= _MOST:
-            state.small.clear()
-        found = decode_path.choose_path(rows, W_dec.shape[0], W_dec.shape[1], W_dec) == "dense"
-        state.small[key] = found
-    return found
 
 
 def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
@@ -377,18 +349,10 @@ def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
         if path == "dense" and state.followed:
             state.counts = torch.count_nonzero(acts.detach(), -1)
         return acts
-    rows = _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
+    rows = _ENCODERS[type(self).encode](self, self.process_sae_in(x))
     if state.followed:
         state.counts = rows.counts
     return rows
-
-
-def _process_sae_in(self: Any, x: Tensor) -> Tensor:
-    """The class's own, but for a bias of zeros, whose two launches are a tenth of a small forward."""
-    if type(self).process_sae_in is not SAE.process_sae_in or "process_sae_in" in self.__dict__:
-        return self.process_sae_in(x)
-    x = self.run_time_activation_norm_fn_in(self.hook_sae_input(self.reshape_fn_in(x.to(self.dtype))))
-    return x - self.b_dec if self.cfg.apply_b_dec_to_input else x
 
 
 def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -408,15 +372,13 @@ def _path(self: Any, x: Tensor) -> str:
     """The path of the encode that begins: the faster one within a pass whose latents nobody listens to."""
     state = self._gossamer
     if not state.is_turn_of("encode"):
-        return "small" if state.path == "small" else "theirs"
+        return "theirs"
     if state.path is None:
-        heard = of_parts(self, _PARTS, lambda: any(_listened(getattr(self, name)) for name in _PARTS))
+        heard = of_parts(self, _PARTS, lambda: any_hook(*(getattr(self, name) for name in _PARTS)))
         state.path = "theirs" if heard or _why_not_packed(self) is not None else _faster(self, x)
     return state.path
 
 
-_MOST = 256
-"""Numbers of rows whose size is kept."""
 _PARTS = ("hook_sae_acts_pre", "hook_sae_acts_post", "activation_fn")
 
 
@@ -493,8 +455,8 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
     if isinstance(feature_acts, Tensor):
         # Somebody else may hold latents that need a gradient, and ask for that of every latent, as an attribution does.
         held = feature_acts.requires_grad and torch.is_grad_enabled()
-        theirs = self._gossamer.path in ("dense", "small") or feature_acts.is_sparse or held
-        if theirs or _is_small(self, feature_acts, "W_dec"):
+        theirs = self._gossamer.path == "dense" or feature_acts.is_sparse or held
+        if theirs or is_small(self, feature_acts, "W_dec"):
             out: Tensor = type(self).decode(self, feature_acts)
             self._gossamer.is_turn_of("decode")
             return out

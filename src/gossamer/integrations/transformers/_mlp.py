@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -20,9 +21,12 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import gemm
+from gossamer._core.ops import listened
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS, NAMES, Block
 from gossamer.ffn.training import with_all
+from gossamer.gemm import linear_glu_path
+from gossamer.gemm.records import LinearGlu
 from gossamer.integrations.transformers._layouts import (
     Layout,
     activation_of,
@@ -32,7 +36,8 @@ from gossamer.integrations.transformers._layouts import (
     why_not_fused,
     why_not_sparse,
 )
-from gossamer.nn.plain import forget_parts, of_parts, weight_and_bias, why_called
+from gossamer.nn.plain import KEPT, forget_parts, of_parts, weight_and_bias, why_called
+from gossamer.rowsparse._torch.linear_source import linear
 
 _PATCH = "integrations.transformers.patch"
 
@@ -135,6 +140,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         if is_sparse and method is not None:
             module.sparse_block = SparseBlock(method, _PATCH)
             module.sparse_block.keeps_activity = train
+            # A step through a larger module's forward takes longer than what it saves for small blocks.
+            module.sparse_block.density.repeats = not layout.inline
             found.add(name)
         elif method is not None:
             dense[name] = why_not_sparse(module, layout) or ""
@@ -191,6 +198,16 @@ def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[.
     argument = list(inspect.signature(kind.forward).parameters)[1]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        own = self.__dict__
+        # In a model each step of the host takes several times as long as in a loop that calls one block, for its code
+        # has left the caches; so a call whose path is known asks little.
+        known = own.get("sparse_block") or own.get(KEPT)
+        if known is not None and len(args) == 1 and not kwargs and (path := known.settled(args[0])) is not None:
+            if path == "dense":
+                return kind.forward(self, args[0])
+            out = _again(self, args[0], layout, path)
+            if out is not None:
+                return out
         given = (*args, *kwargs.values())
         # A call that the class refuses is left to it, too.
         if len(given) == 1 and (not kwargs or argument in kwargs):
@@ -212,6 +229,9 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     and the others hand it on."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        block = self.__dict__.get("sparse_block")
+        if block is not None and args and block.settled(args[0]) == "dense":
+            return kind.forward(self, *args, **kwargs)
         able = _able(self, layout)
         if not (able.sparse and "sparse_block" in self.__dict__):
             return kind.forward(self, *args, **kwargs)
@@ -223,6 +243,27 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
         return kind.forward(_View(self, layout, _observed), *args, **kwargs)
 
     return forward
+
+
+def _again(self: Any, x: Tensor, layout: Layout, path: str) -> Tensor | None:
+    """The result of a call that takes this path and whose like was computed before, by its launches; else None."""
+    kept, block = self.__dict__.get(KEPT), self.__dict__.get("sparse_block")
+    if kept is None or layout.dropout or not kept.holds(self):
+        return None
+    able = kept.found
+    if block is not None:
+        return block.again(x, _weights(self, layout), able.activation) if able.sparse and path == "gather" else None
+    if not (x.is_cuda and able.reads_down) or listened() or torch._C._is_any_autocast_enabled():
+        return None
+    from gossamer.gemm._triton.linear_glu import again
+
+    gate_weight, gate_bias, up_weight, up_bias, *down = _weights(self, layout, whole=True)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    hidden = again(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False))
+    if hidden is None:
+        return None
+    out = linear(hidden, *down)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
 class _View:
@@ -361,6 +402,10 @@ def _weights(self: Any, layout: Layout, whole: bool = False) -> tuple[Any, ...]:
 
 def _compute(self: Any, x: Tensor, layout: Layout, able: _Able, recompute: bool) -> Tensor:
     gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = _weights(self, layout, whole=True)
+    kept = self.__dict__.get(KEPT)
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or kept is None):
+        gains = not layout.gate_scale and linear_glu_path.gains(x, gate_weight, up_weight)
+        kept.settle(x, "fused" if gains else "dense")
     scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
     if scale is not None:
         # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.

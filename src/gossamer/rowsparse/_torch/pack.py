@@ -10,7 +10,7 @@ _BLOCK, _SMALL = 64, 1 << 15
 CHUNK = 1 << 22
 """Numbers that are gathered at one time."""
 
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def nonzero_positions(x: Tensor) -> Tensor:
@@ -20,7 +20,7 @@ def nonzero_positions(x: Tensor) -> Tensor:
     at all, two reductions at memory speed show which, and only those are looked at; they take longer to begin.
     """
     flat = x.reshape(-1)
-    bits = flat.view(_INTEGER[x.element_size()])
+    bits = flat.view(INTEGER[x.element_size()])
     if flat.numel() < _SMALL:
         return _without_negative_zero(torch.from_numpy(np.flatnonzero(bits.numpy())), flat)
     body = flat.numel() - flat.numel() % _BLOCK
@@ -83,26 +83,7 @@ def buffers_of(
 
 def bits_of(values: Tensor) -> np.ndarray:
     """Contiguous values as integers, for NumPy does not know bfloat16."""
-    return values.view(_INTEGER[values.element_size()]).numpy()
-
-
-def keep_(x: Tensor, flags: Tensor) -> Tensor:
-    """x, 0 where a flag is not set, NaN or not: a product of integers, for `masked_fill_` and `where` take twenty times
-    as long where flags look random."""
-    x.view(_INTEGER[x.element_size()]).mul_(flags)
-    return x
-
-
-def set_sign_(x: Tensor, flags: Tensor) -> Tensor:
-    """x, -0.0 where a flag is set and x is 0."""
-    bits = x.view(_INTEGER[x.element_size()])
-    bits.add_(flags, alpha=torch.iinfo(bits.dtype).min)
-    return x
-
-
-def count(flags: Tensor, dim: int) -> Tensor:
-    """int64, of a matrix of booleans; `torch.sum` converts each of them first."""
-    return torch.from_numpy(np.count_nonzero(flags.numpy(), axis=dim))
+    return values.view(INTEGER[values.element_size()]).numpy()
 
 
 def pack_rows(call: PackRows) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,8 +163,3 @@ def unpack(call: Unpack) -> Tensor:
         over = overflowed_rows(spans, values.shape[0])
         out[over] = source[over].to(out.dtype)
     return out
-
-
-def positions_above(x: Tensor, threshold: Tensor | None) -> Tensor:
-    """Flat positions, ascending, of the elements of a contiguous x that are not up to max(threshold, 0), or NaN."""
-    return nonzero_positions(~(x <= (0 if threshold is None else threshold.clamp(min=0))))

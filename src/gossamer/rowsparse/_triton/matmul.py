@@ -23,7 +23,7 @@ from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import matmul_dense
 from gossamer.rowsparse._triton.overflow import Overflow
-from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.pack import row_span
 from gossamer.rowsparse.matmul_path import choose_path, gather_tile
 from gossamer.rowsparse.records import Matmul, MatmulBwd
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.ranges import span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.pack import row_span
 from gossamer.rowsparse._triton.unpack import spread
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.matmul_path import rows_at_once

@@ -23,8 +23,9 @@ from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.limit import load_threshold
-from gossamer.rowsparse._triton.spans import overflowed
+from gossamer.rowsparse._triton.list_entries import load_threshold
+from gossamer.rowsparse._triton.pack import overflowed
+from gossamer.rowsparse.records import LinearRows
 
 
 @triton.jit
@@ -264,6 +265,22 @@ def forward(
         shares = min(tiles, max(launch.cdiv(4 * tuning.programs(weight.device), blocks), 16))
     grid = (blocks * splits, min(shares, 65535), 1)
     return _overflow_fwd_kernel(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
+
+
+def linear_source(call: LinearRows) -> Tensor:
+    """As its record says. The dense matrix of such a source never existed."""
+    x, weight, bias, threshold, spans, room = call
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    launch_linear_source(x, weight, bias, threshold, spans, room, out)
+    return out
+
+
+def launch_linear_source(
+    x: Tensor, weight: Tensor, bias: Tensor | None, threshold: Tensor | None, spans: Tensor, room: int, out: Tensor
+) -> None:
+    """Writes the layer into the rows of `out` whose spans end beyond `room`."""
+    if out.numel():
+        forward(Overflow(x, spans, room), weight.t(), bias, out, (threshold,))
 
 
 def list_overflowed(spans: Tensor, room: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""Words of a dense row: how they are loaded, which of their elements are entries, and how programs add up counts.
+"""The span of a row, and words of a dense row: how they are loaded, and which of their elements are entries.
 
 A thread holds 16 bytes of a row, a *word*, and a bit for each of its elements.
 """
@@ -9,6 +9,20 @@ import triton
 import triton.language as tl
 
 from gossamer._core import launch
+
+
+@triton.jit
+def row_span(spans_ptr, row, M, room):
+    """(start int64, count int32, whether the span ends beyond the buffers) of one of M rows."""
+    start, count = tl.load(spans_ptr + row), tl.load(spans_ptr + M + row)
+    return start, count.to(tl.int32), start + count > room
+
+
+@triton.jit
+def overflowed(spans_ptr, rows, M, room):
+    """Whether the spans of some rows end beyond the buffers."""
+    starts = tl.load(spans_ptr + rows, mask=rows < M, other=0)
+    return starts + tl.load(spans_ptr + M + rows, mask=rows < M, other=0) > room
 
 
 @triton.jit

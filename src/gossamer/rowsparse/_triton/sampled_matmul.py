@@ -11,7 +11,7 @@ from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.matmul_dense import sampled_matmul_dense
-from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.pack import row_span
 from gossamer.rowsparse._triton.unpack import spread
 from gossamer.rowsparse.matmul_path import choose_path
 from gossamer.rowsparse.records import SampledMatmul

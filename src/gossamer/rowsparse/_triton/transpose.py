@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.pack import row_span
 from gossamer.rowsparse.records import TransposeKeys
 
 LONG = 256

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer._core import launch
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.limit import load_threshold
+from gossamer.rowsparse._triton.list_entries import load_threshold
 from gossamer.rowsparse._triton.pack import (
     append_entries,
     chunk_columns,

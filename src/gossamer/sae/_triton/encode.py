@@ -14,10 +14,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.rowsparse._triton.limit import add_bias, load_threshold
-from gossamer.rowsparse._triton.list_entries import Limit, list_all, list_slots
-from gossamer.rowsparse._triton.pack import chunk_columns, scan_tile
-from gossamer.rowsparse._triton.spans import row_span
+from gossamer.rowsparse._triton.list_entries import Limit, add_bias, list_all, list_slots, load_threshold
+from gossamer.rowsparse._triton.pack import chunk_columns, row_span, scan_tile
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.select import load_pre

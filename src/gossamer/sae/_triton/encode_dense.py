@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.limit import load_threshold
+from gossamer.rowsparse._triton.list_entries import load_threshold
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae._triton.encode import encode
 from gossamer.sae.ranked import ranked

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.rowsparse._triton.limit import add_bias
+from gossamer.rowsparse._triton.list_entries import add_bias
 from gossamer.rowsparse._triton.pack import chunk_columns, clear_slots, count_bits, pop_lowest, scan_tile, word_bits
 from gossamer.rowsparse.formats import empty_slots
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm._triton.linear_pack import launch_linear_pack
-from gossamer.rowsparse._triton.linear_source import launch_linear_source
+from gossamer.rowsparse._triton.overflow import launch_linear_source
 from gossamer.rowsparse._triton.pack import clear_slots
 from gossamer.rowsparse.formats import empty_slots, empty_twell
 from gossamer.sae import encode_path
