@@ -90,8 +90,8 @@ def _seconds(m: int, n: int, d: int, size: int, tf32: bool, index: int) -> tuple
 def choose_path(m: int, room: int, may_overflow: bool, weight: Tensor) -> Path:
     """How m rows that share `room` slots are multiplied with a weight `[N, D]`, or are the pattern of a product with
     it: "dense" unpacks rows before their product, and picks from the product of a pattern."""
-    nnz = room / max(m, 1) * (FILLED if may_overflow else 1)
-    return "dense" if dense_is_faster(m, *weight.shape, nnz, weight) else "gather"
+    (n, d), nnz = weight.shape, room / max(m, 1) * (FILLED if may_overflow else 1)
+    return "dense" if dense_is_faster(m, n, d, nnz, weight) else "gather"
 
 
 def rows_at_once(m: int, n: int, size: int, *operands: Tensor) -> int:

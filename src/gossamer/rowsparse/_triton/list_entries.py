@@ -11,6 +11,7 @@ has loaded. Columns ascend by chunk, then by lane, then by bit: one scan of 64-b
 chunk, ranks them all.
 """
 
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -307,6 +308,7 @@ MANY = 1 << 23
 a limit they would take more registers than there are."""
 
 
+@lru_cache(1024)
 def cut(m: int, n: int, element_size: int, limited: bool = False) -> Cut:
     """How m rows of n columns are cut into pieces, or short rows put into one."""
     vec = 16 // element_size
@@ -339,11 +341,14 @@ def list_slots(
     `capacity` slots for each row. `l0` (float32 `[M]`, zeros) gets how many entries of each row exceed its threshold.
     Slots without an entry hold a value of 0 and the column -1. `out` has room for values and indices."""
     m = x.shape[0]
-    out = empty_slots(x, m, m * capacity) if out is None else (*out, x.new_empty(2, m, dtype=torch.int64))
+    if out is None:
+        packed = empty_slots(x, m, m * capacity)
+    else:
+        packed = *out, x.new_empty(2, m, dtype=torch.int64)
     if x.numel() == 0:
-        return out[0].zero_(), out[1].fill_(-1), out[2].zero_()
-    _launch(x, out, capacity, False, limit, l0)
-    return out
+        return packed[0].zero_(), packed[1].fill_(-1), packed[2].zero_()
+    _launch(x, packed, capacity, False, limit, l0)
+    return packed
 
 
 def list_all(x: Tensor, limit: Limit | None = None, l0: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
