@@ -56,14 +56,6 @@ SECTIONS = (
         ("gated",),
     ),
     Section(
-        "Feed-forward blocks in training",
-        "The forward and the backward pass with `method=\"auto\"`, whose first calls compute every neuron: these have "
-        "the peak, and at 60 entries some of them are in the CUDA graph. Other programs kept the host busy, so that "
-        "eager times are **longer** than they need be. *of a text*: the neurons that trained models fire on text.",
-        "ffn-training-nvidia-h200",
-        ("training", "training, plain"),
-    ),
-    Section(
         "Whole models with sparse feed-forward blocks",
         "Llama-like models of 8 to 38 layers; `entries` is how many of the 5,632 neurons of a block fire for a token.",
         "ffn-models-nvidia-h200",

@@ -33,17 +33,18 @@ def test_every_path_of_a_block(training: bool, device: torch.device, monkeypatch
 
     def call(block: SparseBlock, *args: Any, **kwargs: Any) -> Any:
         with lock:
-            seen.append((block.method, torch.is_grad_enabled()))
+            seen.append((block.method, block.density.rows.pinned, torch.is_grad_enabled()))
         return original(block, *args, **kwargs)
 
     monkeypatch.setattr(SparseBlock, "__call__", call)
     before = state(model)
     gossamer.warm_up(model, torch.randn(5, 16, device=device))
-    paths = {method for method, _ in seen}
-    assert paths == set(METHODS[1:])
+    # A block that its method pins counts nothing, and compiles other kernels than one that counts.
+    pinned = {(method, None) for method in METHODS[1:]} | {("auto", path) for path in METHODS[1:]}
+    assert {(method, path) for method, path, _ in seen} == pinned
     # The pinned block stays so, and gradients are computed where a parameter has one.
-    assert {grad for _, grad in seen} == ({False, True} if training else {False})
-    assert sum(method == "gather" for method, grad in seen if not grad) == len(METHODS)
+    assert {grad for *_, grad in seen} == ({False, True} if training else {False})
+    assert sum(method == "gather" for method, _, grad in seen if not grad) == 1 + 2 * len(METHODS[1:])
     assert unchanged(model, before) and model[0].method == "auto" and model[0].last_path is None
     assert model.training is training
 

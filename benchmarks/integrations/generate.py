@@ -1,4 +1,4 @@
-"""`integrations.transformers.patch` in use: `model.generate`, prefill and single blocks, in bfloat16.
+"""`integrations.transformers.patch` in use: decoding, prefill and single blocks, in bfloat16.
 
     python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 96] [--sparse gather]
     python -m benchmarks.integrations.generate --graphs     # CUDA graphs of a block and of a model's step
@@ -14,10 +14,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from statistics import median
 from typing import Any
 
@@ -86,43 +85,23 @@ def turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[fl
     return found
 
 
+def steps(model: Any, ids: Tensor) -> Iterator[None]:
+    """Decodes as `generate` does, greedily and with a growing cache: one token each."""
+    from transformers import DynamicCache
+
+    cache = DynamicCache(config=model.config)
+    while True:
+        ids = model(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1:].argmax(-1)
+        yield
+
+
 def generations(models: dict[str, Any], ids: Tensor, tokens: int) -> dict[str, list[float]]:
-    """Seconds of each token of `model.generate`, whose calls run in threads that take turns after every token."""
-    from transformers import StoppingCriteria
-
-    names, found = list(models), {name: [] for name in models}  # type: ignore[var-annotated]
-    batons = {name: threading.Semaphore(0) for name in models}
-
-    class TakeTurns(StoppingCriteria):
-        def __init__(self, name: str) -> None:
-            self.name, self.begin = name, 0.0
-
-        def __call__(self, ids: Tensor, scores: Any, **_: Any) -> Tensor:
-            _synchronize()
-            found[self.name].append(time.perf_counter() - self.begin)
-            self.hand_on()
-            batons[self.name].acquire()
-            self.begin = time.perf_counter()
-            return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
-
-        def hand_on(self) -> None:
-            batons[names[(names.index(self.name) + 1) % len(names)]].release()
-
-    def run(name: str) -> None:
-        turn = TakeTurns(name)
-        batons[name].acquire()
-        options = {"min_new_tokens": tokens, "max_new_tokens": tokens, "do_sample": False}
-        models[name].generate(ids, stopping_criteria=[turn], **options)
-        turn.hand_on()
-
-    threads = [threading.Thread(target=run, args=(name,)) for name in names]
-    for thread in threads:
-        thread.start()
-    batons[names[0]].release()
-    for thread in threads:
-        thread.join()
-    # The first is the prompt; some calls later every block knows its density.
-    return {name: times[8:] for name, times in found.items()}
+    """Seconds of each token of the models, which take turns after every one."""
+    made = {name: steps(model, ids) for name, model in models.items()}
+    for _ in range(12):  # the prompt, and as many tokens as blocks need to know their density
+        for made_by in made.values():
+            next(made_by)
+    return turns({name: (lambda made_by=made_by: next(made_by)) for name, made_by in made.items()}, tokens)
 
 
 def report(results: Results, label: str, found: dict[str, list[float]], scale: float) -> None:
@@ -138,9 +117,7 @@ def report(results: Results, label: str, found: dict[str, list[float]], scale: f
 def eager(results: Results, name: str, models: dict[str, Any], batches: list[int], tokens: int) -> None:
     for batch in batches:
         ids = torch.randint(2, 32000, (batch, 8), device=DEVICE)
-        for kind in models:
-            generations({kind: models[kind]}, ids, 16)
-        report(results, f"{name}, generate, batch {batch}, ms a token", generations(models, ids, tokens), 1e-3)
+        report(results, f"{name}, decoding, batch {batch}, ms a token", generations(models, ids, tokens), 1e-3)
     ids = torch.randint(2, 32000, (8, 2048) if CUDA else (2, 32), device=DEVICE)
     calls = {kind: (lambda model=model: model(ids, logits_to_keep=1)) for kind, model in models.items()}
     if name.startswith("opt"):
@@ -219,7 +196,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=SIZES, help="repeatable; all by default")
     parser.add_argument("--batch", action="append", type=int, help="repeatable; 1 and 8 by default, and with graphs 16")
-    parser.add_argument("--tokens", type=int, default=96, help="new ones of a call of generate")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens that each model decodes")
     parser.add_argument("--layers", type=int, help="another number than the model's")
     parser.add_argument("--sparse", default="auto", help="the path of ReLU blocks")
     parser.add_argument("--graphs", action="store_true", help="a block and a step of a model as CUDA graphs")

@@ -19,7 +19,8 @@ from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS
 from gossamer.rowsparse import DensityTracker
 
-_PATHS = METHODS[1:]
+_WAYS = tuple((path, counts) for path in METHODS[1:] for counts in (False, True))
+"""The paths of a block, in a call that counts its entries and in one that does not."""
 
 
 def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
@@ -65,12 +66,20 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
         list(threads.map(call, calls))
 
 
-def _choices(module: nn.Module) -> Iterator[tuple[tuple[str, ...], Callable[[str], None]]]:
+def _pin(block: SparseBlock, way: tuple[str, bool]) -> None:
+    path, counts = way
+    if counts:
+        block.density.rows.pinned = path
+    else:
+        block.method = path
+
+
+def _choices(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Callable[[Any], None]]]:
     """(the paths, a function that pins one) of each part that chooses its path by earlier calls."""
     for value in chain.from_iterable(vars(part).values() for part in module.modules()):
         if isinstance(value, SparseBlock):
             if value.method == "auto":
-                yield _PATHS, partial(setattr, value, "method")
+                yield _WAYS, partial(_pin, value)
         else:
             tracker = value if isinstance(value, DensityTracker) else getattr(value, "density", None)
             if isinstance(tracker, DensityTracker) and tracker.pinned is None:

@@ -111,3 +111,12 @@ def test_rows_that_are_counted_stand_at_many_places_of_their_sequences() -> None
         counted = range(0, m, step)
         assert 200 <= len(counted) <= 256 and len({row % length for row in counted}) > len(counted) // 2
     assert [costs.sample_step(m) for m in (1, 200, 512)] == [1, 1, 3]
+
+
+def test_an_eager_call_saves_the_device_more_than_it_adds_to_the_host(hopper: Any) -> None:
+    """A graph goes by the device alone."""
+    known, cost = Density(1000, 29, 29, 0, 29_000), costs.costs_of(5632, 2048, 2048, True, hopper)
+    ways = ((True, False), (True, True), (False, False))  # eager, and by launches that are repeated
+    paths = {m: tuple(costs.choose_path(known, m, cost, *way) for way in ways) for m in (1, 200, 16384)}
+    assert paths[1] == ("dense", "gather", "gather") and paths[16384] == ("gather",) * 3
+    assert paths[200] == ("dense", "dense", "fused")

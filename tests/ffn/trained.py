@@ -18,6 +18,13 @@ TINY = (10, 8, 36, 6)
 BIASES = ("gate_bias", "up_bias", "down_bias")
 
 
+def pattern(m: int, n: int, device: torch.device, generator: torch.Generator) -> Tensor:
+    """Which entries are active, bool `[m, n]`: a third, but no row 2 and no column 3, and all of row 5."""
+    active = torch.rand(m, n, device=device, generator=generator) < 0.33
+    active[5], active[2], active[:, 3] = True, False, False
+    return active
+
+
 def taken(a: dict[str, Tensor], gated: bool) -> dict[str, Tensor]:
     """The operands of a block that take part."""
     return {name: t for name, t in a.items() if gated or not name.startswith("up")}

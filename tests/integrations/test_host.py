@@ -10,8 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-pytestmark = pytest.mark.native
-
 
 def functions(call: Callable[[], Any]) -> int:
     """The number of Python functions that the last of many calls runs: a tracker knows its density by then."""
@@ -36,6 +34,7 @@ def functions(call: Callable[[], Any]) -> int:
 CASES = [("silu", False), ("silu", True), ("relu", True), ("opt", True), ("t5", False)]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("kind, sparse", CASES)
 def test_a_patched_block_runs_few_functions_more(kind: str, sparse: bool) -> None:
     transformers = pytest.importorskip("transformers")
@@ -58,6 +57,49 @@ def test_a_patched_block_runs_few_functions_more(kind: str, sparse: bool) -> Non
     assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 5
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("k, n, sparse", [(2048, 5632, False), (4096, 14336, True)])
+def test_a_repeated_call_reads_the_block_as_it_is(k: int, n: int, sparse: bool, device: torch.device) -> None:
+    """On a GPU few rows repeat their launches: with other weights, under a hook, and from another device, too."""
+    transformers = pytest.importorskip("transformers")
+    from gossamer.integrations.transformers import patch
+
+    options = {"hidden_act": "relu" if sparse else "silu", "mlp_bias": True, "num_attention_heads": 16}
+    config = transformers.LlamaConfig(hidden_size=k, intermediate_size=n, **options)
+    plain: Any = transformers.models.llama.modeling_llama.LlamaMLP(config).to(device, torch.bfloat16)
+    if sparse:
+        nn.init.constant_(plain.gate_proj.bias, -1.5)  # z has a deviation of 0.6
+    patched = copy.deepcopy(plain)
+    patch(patched, sparse=sparse)
+
+    def same(x: torch.Tensor) -> None:
+        want, got = plain(x), patched(x)
+        assert got.shape == want.shape and float((got - want).norm() / want.norm().clamp(min=1e-30)) < 2e-2
+
+    with torch.no_grad():
+        for shape in ((1, 1, k), (3, k), (2, 8, k)):
+            for _ in range(41):
+                same(torch.randn(shape, device=device, dtype=torch.bfloat16))
+        x = torch.randn(1, 1, k, device=device, dtype=torch.bfloat16)
+        assert functions(lambda: patched(x)) <= functions(lambda: plain(x))
+        assert not sparse or patched.sparse_block.last_path == "gather"
+        for own, other in zip(plain.parameters(), patched.parameters()):
+            own.data = own.data.flip(0)
+            other.data = own.data.clone()
+        same(x)
+        handle = patched.down_proj.register_forward_hook(lambda module, given, out: 0 * out)
+        assert not patched(x).any()
+        handle.remove()
+        same(x)
+        for block in (plain, patched):
+            block.act_fn = nn.GELU()
+        same(x)
+        patched.down_proj.weight.data = patched.down_proj.weight.data.cpu()
+        with pytest.raises(ValueError, match="down_weight must be on cuda"):
+            patched(x)
+
+
+@pytest.mark.native
 @pytest.mark.parametrize("kind", ["Standard", "JumpReLU", "TopK", "Gated"])
 def test_a_patched_small_sae_runs_few_functions_more(kind: str) -> None:
     sae_lens = pytest.importorskip("sae_lens")

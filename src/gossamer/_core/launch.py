@@ -227,6 +227,32 @@ def in_graph_pool(device: torch.device) -> bool:
     return manager is not None and manager.stream == torch.cuda.current_stream()
 
 
+class Call(NamedTuple):
+    """The identity of a call: `key` of all that launches follow from; pointers of its operands, and these united bit by
+    bit."""
+
+    key: Hashable
+    pointers: list[int | None]
+    addresses: int
+
+
+def call_of(operands: Sequence[Tensor | None], *options: Hashable) -> Call:
+    """The call of these operands."""
+    found: list[Any] = [options, torch.get_float32_matmul_precision()]
+    pointers: list[int | None] = []
+    united = 0
+    for t in operands:
+        if t is None:
+            found.append(None)
+            pointers.append(None)
+        else:
+            pointer = t.data_ptr()
+            found.append((t.shape, t.stride(), t.dtype, t.get_device()))
+            pointers.append(pointer)
+            united |= pointer
+    return Call(tuple(found), pointers, united)
+
+
 class Plan:
     """The launches of one shape on one stream, bound to all but their pointers, and memory that is theirs alone.
 

@@ -123,7 +123,7 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
     recorded = False
 
     def chosen(known: Density | None, eager: bool) -> str:
-        return choose_path(known, m, cost, eager)
+        return choose_path(known, m, cost, eager, tracker is not None and tracker.repeats)
 
     if tracker is not None:
         tracker.rows.check_pinned(*METHODS[1:])

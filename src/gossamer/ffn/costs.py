@@ -59,8 +59,8 @@ PIECES = 6.0, 2.0
 are on their way at one time, and for several."""
 LINE = 64
 """Bytes of a row of W_down that memory reads for whichever of their columns is wanted, where W_down lies by rows."""
-ADDED: dict[Path, float] = {"dense": 0.0, "fused": 30e-6, "gather": 30e-6}
-"""Seconds of the host by which an eager call takes longer than the layers that it replaces, within a model."""
+ADDED = 30e-6
+"""Seconds of the host by which an eager call of another path takes longer than the layers that it replaces."""
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,10 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     )
 
 
-def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False) -> Path:
+def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False, repeats: bool = False) -> Path:
     """How m rows go where no gradient is needed: the path that takes the device the least time by what is known; in an
-    `eager` call the time counts as well that a path adds to the host."""
+    `eager` call the time counts as well that a path adds to the host. Where a module `repeats` the two launches by
+    which few rows are gathered, without a check, they add nothing."""
     if cost.width:
         return on_cpu(known, m, cost.n, cost.width)
     times = dense_seconds(m, cost)
@@ -132,7 +133,8 @@ def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False)
             light = known.light / max(known.rows, 1)
         times["gather"] = sparse_seconds(m, cost, light, over)
     if eager:
-        times = {path: time + ADDED[path] for path, time in times.items()}
+        free = ("dense", "gather") if repeats and m <= FEW else ("dense",)
+        times = {path: time if path in free else time + ADDED for path, time in times.items()}
     return min(times, key=times.__getitem__)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -92,10 +93,12 @@ class SparseBlock:
             return None
         return run(self.operator, block, self.method, self.density, with_activity)
 
-    def settled(self, x: Tensor) -> str | None:
-        """The path of a call with x, without gradients and not compiled, that is neither counted nor observed; else
+    def settled(self, x: Any) -> str | None:
+        """The path of a call with x, if it is without gradients, not compiled, and neither counted nor observed; else
         None. Where it is "dense" a module calls its layers itself, which costs nothing beside a module without this
         block; `again` may compute the others; and where that is None, the block is called."""
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+            return None
         tracker = self.density
         path, every = tracker.settled.get((x.numel(), x.dtype, x.device), _OPEN)
         # One function: in a model, where its code is no longer in the caches, each takes some microseconds.
@@ -108,18 +111,20 @@ class SparseBlock:
             tracker.last_path = path
         return path
 
-    def again(self, operands: tuple[Any, ...], activation: str) -> Tensor | None:
+    def again(self, x: Tensor, weights: tuple[Any, ...], activation: str) -> Tensor | None:
         """The result of a "gather" call that `settled` names, by the launches of an earlier call on a GPU; None, and
-        nothing computed, where there was none. Operands are those of the operator, x `[M, K]`."""
-        if listened() or torch._C._is_any_autocast_enabled() or not operands[0].is_cuda:
+        nothing computed, where there was none, or somebody listens. Weights and biases are those of a call."""
+        if not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
             return None
         from gossamer.ffn._triton.sparse_ffn import again
 
-        out = again(operands, activation == "relu2")
-        if out is not None:
-            self.density.looked += 1
-            self.density.last_path = "gather"
-        return out
+        flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+        out = again((flat, *weights[:2], None, *weights[2:]), activation == "relu2")
+        if out is None:
+            return None
+        self.density.looked += 1
+        self.density.last_path = "gather"
+        return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
     def observe(self, block: Block) -> None:
         """Tells the observer of a call; not of one that a checkpoint repeats in a backward pass."""

@@ -30,6 +30,7 @@ class BlockTracker:
 
     Attributes:
         last_path: the name of the path last taken, or None.
+        repeats: whether the owner repeats launches of few rows without a check, so that they add nothing to the host.
         rows: the `rowsparse.DensityTracker` of the entries of rows, under gradients beside those of hot neurons.
         settled: the number of elements, dtype and device of each x whose path follows from what is known now -> that
             path, and of how many calls one is due. A module that finds its x there, and no call due, adds 1 to
@@ -47,6 +48,7 @@ class BlockTracker:
         self.rows = DensityTracker(lag, pinned) if rows is None else rows
         self.hot = DensityTracker(self.rows.lag)
         self.last_path: str | None = None
+        self.repeats = True
         self.looked = self._trained = 0
         self._seen: Density | None = None
         self._paths: dict[Hashable, str] = {}
@@ -122,8 +124,8 @@ class BlockTracker:
         """Takes the entries of rows, of all or of some; rows over `limit` are counted."""
         self.rows.record(nnz, training=False, limit=limit)
 
-    def __reduce__(self) -> tuple[Any, tuple[Any, ...]]:
-        return BlockTracker, (self.rows.lag, self.rows.pinned)
+    def __reduce__(self) -> tuple[Any, ...]:
+        return BlockTracker, (self.rows.lag, self.rows.pinned), {"repeats": self.repeats}
 
     def __repr__(self) -> str:
         return f"BlockTracker(rows={self.rows!r})"

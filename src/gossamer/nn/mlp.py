@@ -53,20 +53,26 @@ class _Sparse(nn.Module):
         """The path of the last call, by its name in `ffn.gated`; None before the first call without gradients."""
         return self.sparse_block.last_path
 
-    def _leaves(self, x: Tensor) -> bool:
-        """Whether the layers, called one after the other, are all that x needs now."""
-        if self.l1 or torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
-            return False
-        return self.sparse_block.settled(x) == "dense"
+    def _path(self, x: Tensor) -> str | None:
+        """The path of the sparse block, if it is known before anything is looked at; "dense" by plain layers."""
+        return None if self.l1 else self.sparse_block.settled(x)
 
     def _sparse(
-        self, x: Tensor, gate: nn.Linear, up: nn.Linear | None, down: nn.Linear, recompute: bool = False
+        self,
+        x: Tensor,
+        gate: nn.Linear,
+        up: nn.Linear | None,
+        down: nn.Linear,
+        path: str | None,
+        recompute: bool = False,
     ) -> Any:
         """The result, or None where the activation is not sparse, or a gradient is needed and the path computes all."""
         if self.activation not in NAMES:
             return None
         of_up = (None, None) if up is None else weight_and_bias(up)
         weights = (*weight_and_bias(gate), *of_up, *weight_and_bias(down))
+        if path == "gather" and (again := self.sparse_block.again(x, weights, self.activation)) is not None:
+            return again
         options: dict[str, Any] = {"activation": self.activation, "recompute": recompute, "with_activity": self.l1}
         out = self.sparse_block(x, *weights, **options)
         return Outputs(*out) if self.l1 and out is not None else out
@@ -146,10 +152,11 @@ class GatedMLP(_Sparse):
         layers: Any = self._modules
         gate, up, down = layers["gate_proj"], layers["up_proj"], layers["down_proj"]
         why = partial(why_called, gate_proj=gate, up_proj=up, down_proj=down)
-        if self._leaves(x) or of_parts(self, _GATED, why) is not None:
+        path = self._path(x)
+        if path == "dense" or of_parts(self, _GATED, why) is not None:
             return self._layer_by_layer(x, gate, up, down)
         checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
-        out = self._sparse(x, gate, up, down, self.recompute)
+        out = self._sparse(x, gate, up, down, path, self.recompute)
         if out is not None:
             return out
         if self.l1:
@@ -207,9 +214,10 @@ class MLP(_Sparse):
         layers: Any = self._modules
         up, down = layers["up_proj"], layers["down_proj"]
         out = None
-        if not self._leaves(x) and of_parts(self, _PLAIN, lambda: why_called(up_proj=up, down_proj=down)) is None:
+        path = self._path(x)
+        if path != "dense" and of_parts(self, _PLAIN, lambda: why_called(up_proj=up, down_proj=down)) is None:
             checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
-            out = self._sparse(x, up, None, down)
+            out = self._sparse(x, up, None, down, path)
         return self._layer_by_layer(x, up, None, down) if out is None else out
 
     def extra_repr(self) -> str:

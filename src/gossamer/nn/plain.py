@@ -15,7 +15,8 @@ from gossamer._core import autocast, checks
 
 Found = TypeVar("Found")
 KEPT = "_gossamer_parts"
-"""The name in a module's dictionary of the answer that `of_parts` keeps, whose `found` may no longer hold."""
+"""The name in a module's dictionary of the answer that `of_parts` keeps."""
+_MOST = 256
 _GLOBAL_HOOKS = [_nn._global_forward_hooks, _nn._global_forward_pre_hooks]
 _GLOBAL_HOOKS += [_nn._global_backward_hooks, _nn._global_backward_pre_hooks]
 # torch.export traces with parameters that are FakeTensors; those of a subclass stay of that subclass.
@@ -61,10 +62,11 @@ class _Kept(Generic[Found]):
     """A result, and all that it may depend on: the types of a module's parts, the types and dtypes of their parameters,
     and the argument of a GELU. Nothing that is replaced is kept alive."""
 
-    __slots__ = ("_parts", "found")
+    __slots__ = ("_parts", "_paths", "found")
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], found: Found) -> None:
         self.found, self._parts = found, []
+        self._paths: dict[tuple[Any, ...], str] = {}
         for name in names:
             part = module._modules.get(name)
             own = {"_parameters": {}} if part is None else part.__dict__
@@ -96,6 +98,17 @@ class _Kept(Generic[Found]):
                     return False
         return True
 
+    def settle(self, x: Tensor, path: str) -> None:
+        """Keeps the name of the path that calls with such an x take."""
+        if len(self._paths) < _MOST:
+            self._paths[x.numel(), x.dtype, x.device] = path
+
+    def settled(self, x: Any) -> str | None:
+        """That name, for a call without gradients that is not compiled; else None. The parts may have changed since."""
+        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+            return None
+        return self._paths.get((x.numel(), x.dtype, x.device))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
@@ -118,6 +131,11 @@ def hooked(module: nn.Module) -> bool:
         or module._backward_pre_hooks
         or "forward" in module.__dict__
     )
+
+
+def any_hook(*parts: Any) -> bool:
+    """Whether a hook listens to one of these modules, or to all modules; what is no module has none."""
+    return bool(_has_any_global_hook()) or any(hooked(part) for part in parts if isinstance(part, nn.Module))
 
 
 def plain_inference(x: Tensor) -> bool:

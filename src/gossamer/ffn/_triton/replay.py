@@ -7,14 +7,14 @@ pointers of its own operands and results, and one piece of memory for all that l
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 
 _plans = launch.Plans()
 
@@ -27,15 +27,6 @@ class Launched(NamedTuple):
     heads: Sequence[Any]
 
 
-class Call(NamedTuple):
-    """The identity of a call: `key` of all that launches follow from; pointers of its operands, and these united bit by
-    bit."""
-
-    key: Hashable
-    pointers: list[int | None]
-    addresses: int
-
-
 class _Recorded(NamedTuple):
     """launches: each with the getter of what it takes out of the list (pointers of operands and results, addresses of
     the memory between, descriptors, None). sizes: bytes of each piece of memory. descriptors: (number of an operand,
@@ -46,24 +37,7 @@ class _Recorded(NamedTuple):
     descriptors: tuple[tuple[int, Any], ...]
 
 
-def call_of(operands: Sequence[Tensor | None], *options: Hashable) -> Call:
-    """The call of these operands, the first of which is a tensor."""
-    found: list[Any] = []
-    pointers: list[int | None] = []
-    united = 0
-    for t in operands:
-        if t is None:
-            found.append(None)
-            pointers.append(None)
-        else:
-            pointer = t.data_ptr()
-            found.append((t.shape, t.stride(), t.dtype, t.get_device()))
-            pointers.append(pointer)
-            united |= pointer
-    return Call((options, tuning.tf32(), tuple(found)), pointers, united)
-
-
-def repeat(call: Call, operands: Sequence[Tensor | None], results: Sequence[Tensor]) -> bool:
+def repeat(call: launch.Call, operands: Sequence[Tensor | None], results: Sequence[Tensor]) -> bool:
     """Launches what was recorded of such a call, or returns False."""
     device = results[0].get_device()
     plan = _plans.get(call.key, device, call.addresses)
@@ -93,7 +67,7 @@ def _of(descriptor: Any, base: Tensor | None) -> Any:
 
 
 def record(
-    call: Call, operands: Sequence[Tensor | None], results: Sequence[Tensor], launched: Sequence[Launched | None]
+    call: launch.Call, operands: Sequence[Tensor | None], results: Sequence[Tensor], launched: Sequence[Launched | None]
 ) -> None:
     """Keeps the launches of a call, unless one of them cannot be repeated, or tensors share their first element, so
     that a pointer does not tell which of them was meant. Operands are what the launches read: none is a copy."""

@@ -44,7 +44,7 @@ def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor]:
     known = None
     # Many rows are counted in one call of several; that one is not repeated.
     if not launch.INTERPRET and (is_few or (not counted and m <= BLOCK)):
-        known = replay.call_of(operands, squared, counted)
+        known = launch.call_of(operands, squared, counted)
         if replay.repeat(known, operands, results):
             return out, nnz
     read = _readable(operands, is_few)
@@ -61,7 +61,7 @@ def again(operands: Operands, squared: bool) -> Tensor | None:
     """The result of a call whose like was computed before, so that nothing has to be checked; else None."""
     x, down_weight = operands[0], operands[6]
     out = x.new_empty(x.shape[0], down_weight.shape[0])  # type: ignore[union-attr]
-    return out if replay.repeat(replay.call_of(operands, squared, False), operands, (out,)) else None
+    return out if replay.repeat(launch.call_of(operands, squared, False), operands, (out,)) else None
 
 
 def _readable(operands: Operands, is_few: bool) -> Operands:

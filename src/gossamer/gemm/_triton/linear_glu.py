@@ -185,25 +185,13 @@ def _launch_few_rows(call: LinearGlu, out: Tensor) -> None:
 def _repeated(call: LinearGlu, out: Tensor) -> Any:
     """Fills out by a plan, and returns None; the call's key where there is none."""
     *operands, activation, _ = call
-    found: list[Any] = [activation]
-    pointers: list[int | None] = []
-    united = 0
-    for t in operands:
-        if t is None:
-            found.append(None)
-            pointers.append(None)
-        else:
-            pointer = t.data_ptr()
-            found.append((t.shape, t.stride(), t.dtype, t.get_device()))
-            pointers.append(pointer)
-            united |= pointer
-    key, index = tuple(found), out.get_device()
+    key, pointers, addresses = launch.call_of(operands, activation)
     if call.up_weight is None:
         weight = call.gate_weight
-        up = weight.data_ptr() + out.shape[1] * weight.stride(0) * weight.element_size()
-        pointers[2] = up
-        united |= up
-    plan = _plans.get(key, index, united)
+        pointers[2] = weight.data_ptr() + out.shape[1] * weight.stride(0) * weight.element_size()
+        addresses |= pointers[2]
+    index = out.get_device()
+    plan = _plans.get(key, index, addresses)
     if plan is None:
         return key
     plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers, out.data_ptr())

@@ -12,7 +12,7 @@ import copy
 import math
 import threading
 import warnings
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import MethodType
@@ -20,13 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.modules import module as torch_module
 
 from gossamer import gemm, rowsparse
 from gossamer import sae as operators
 from gossamer._core import autocast
 from gossamer.ffn import BlockTracker
-from gossamer.nn.plain import of_parts
+from gossamer.nn.plain import any_hook, of_parts
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.encode_dense import choose_path
 
@@ -220,7 +219,6 @@ class _State(threading.local):
 
     def __init__(self, report: Report) -> None:
         self.report, self.tracker = report, BlockTracker(rows=report.density)
-        self.small: dict[Hashable, bool] = {}
         self.turns: tuple[str, ...] = ()
         self.followed = False
         self.training = False
@@ -326,15 +324,6 @@ def _why_not_packed(sae: SAE[Any]) -> str | None:
     return None
 
 
-def _listened(hook: Any) -> bool:
-    """Whether a hook point, or another part, does more when it is called than its class says."""
-    if not isinstance(hook, torch.nn.Module):
-        return False
-    own = hook._forward_hooks or hook._forward_pre_hooks or hook._backward_hooks or hook._backward_pre_hooks
-    everywhere = torch_module._has_any_global_hook()
-    return bool(own) or bool(everywhere)
-
-
 def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     """The class's own forward, error term and skip connection included, with packed latents in it."""
     own = self.__dict__
@@ -360,18 +349,10 @@ def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
         if path == "dense" and state.followed:
             state.counts = torch.count_nonzero(acts.detach(), -1)
         return acts
-    rows = _ENCODERS[type(self).encode](self, _process_sae_in(self, x))
+    rows = _ENCODERS[type(self).encode](self, self.process_sae_in(x))
     if state.followed:
         state.counts = rows.counts
     return rows
-
-
-def _process_sae_in(self: Any, x: Tensor) -> Tensor:
-    """The class's own, but for a bias of zeros, whose two launches are a tenth of a small forward."""
-    if type(self).process_sae_in is not SAE.process_sae_in or "process_sae_in" in self.__dict__:
-        return self.process_sae_in(x)
-    x = self.run_time_activation_norm_fn_in(self.hook_sae_input(self.reshape_fn_in(x.to(self.dtype))))
-    return x - self.b_dec if self.cfg.apply_b_dec_to_input else x
 
 
 def _encode_training(self: Any, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -393,7 +374,7 @@ def _path(self: Any, x: Tensor) -> str:
     if not state.is_turn_of("encode"):
         return "theirs"
     if state.path is None:
-        heard = of_parts(self, _PARTS, lambda: any(_listened(getattr(self, name)) for name in _PARTS))
+        heard = of_parts(self, _PARTS, lambda: any_hook(*(getattr(self, name) for name in _PARTS)))
         state.path = "theirs" if heard or _why_not_packed(self) is not None else _faster(self, x)
     return state.path
 

@@ -13,8 +13,7 @@ from gossamer.sae import decode_path
 
 DIRECT = "_gossamer_direct"
 """The name in a module's dictionary of its `_Direct`."""
-_KNOWN_FORWARD = ("encode", "decode", "use_error_term", "torch", "no_grad", "_disable_hooks", "hook_sae_error")
-_KNOWN_FORWARD += ("hook_sae_output",)
+_KNOWN_FORWARD = "encode decode use_error_term torch no_grad _disable_hooks hook_sae_error hook_sae_output"
 """The names in a forward that encodes, decodes, and without an error term calls `hook_sae_output` and nothing else."""
 _MOST = 256
 """Sizes of x that are kept."""
@@ -44,7 +43,7 @@ class _Direct:
 def remember(sae: Any, x: Tensor, density: DensityTracker) -> None:
     """Lets later calls with such an x go by the class's functions, if the class's forward has the known steps."""
     kind = type(sae)
-    if kind.forward.__code__.co_names == _KNOWN_FORWARD:
+    if " ".join(kind.forward.__code__.co_names) == _KNOWN_FORWARD:
         # Copies have None there.
         own = sae.__dict__
         direct = own[DIRECT] = own.get(DIRECT) or _Direct(own, kind, density)
@@ -66,12 +65,6 @@ def is_small(self: Any, x: Tensor, name: str) -> bool:
     weight, W_dec = parameters.get(name), parameters.get("W_dec")
     if weight is None or W_dec is None or state.tracker.rows.pinned is not None or type(x) is not Tensor:
         return False
-    rows = x.numel() // max(weight.shape[0], 1)
-    key = rows, W_dec.shape, W_dec.dtype, W_dec.device
-    found: bool | None = state.small.get(key)
-    if found is None:
-        if len(state.small) >= _MOST:
-            state.small.clear()
-        found = decode_path.choose_path(rows, W_dec.shape[0], W_dec.shape[1], W_dec) == "dense"
-        state.small[key] = found
-    return found
+    return (
+        decode_path.choose_path(x.numel() // max(weight.shape[0], 1), W_dec.shape[0], W_dec.shape[1], W_dec) == "dense"
+    )

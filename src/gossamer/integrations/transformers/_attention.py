@@ -28,16 +28,8 @@ from gossamer.nn.plain import hooked
 
 _PATCH = "integrations.transformers.patch_attention"
 _LOSS, _CALIBRATE = "integrations.transformers.indexer_loss", "integrations.transformers.calibrate"
-_CLASSES = (
-    "LlamaAttention",
-    "MistralAttention",
-    "MixtralAttention",
-    "Qwen2Attention",
-    "Qwen2MoeAttention",
-    "Qwen3Attention",
-    "Qwen3MoeAttention",
-    "GemmaAttention",
-)
+_FAMILIES = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma"]
+_CLASSES = {f"{family}Attention" for family in _FAMILIES}
 _WINDOW_IN_CONFIG = {"MistralAttention", "MixtralAttention"}
 _BOUNDS = ("min", "base", "max")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")

@@ -66,8 +66,6 @@ class Report:
         return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or _NONE
 
 
-_MOST = 256
-"""Sizes of x that a block remembers."""
 _NONE = (
     "no feed-forward block found that can be replaced; known are modules whose forward is down(act(gate(x)) * up(x)), "
     "and with sparse=True down(act(up(x))) of a ReLU or squared ReLU"
@@ -142,6 +140,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         if is_sparse and method is not None:
             module.sparse_block = SparseBlock(method, _PATCH)
             module.sparse_block.keeps_activity = train
+            # A step through a larger module's forward takes longer than what it saves for small blocks.
+            module.sparse_block.density.repeats = not layout.inline
             found.add(name)
         elif method is not None:
             dense[name] = why_not_sparse(module, layout) or ""
@@ -198,14 +198,17 @@ def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[.
     argument = list(inspect.signature(kind.forward).parameters)[1]
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
-        given = args if not kwargs else (*args, *kwargs.values())
-        if given and (path := _settled(self, given[0])) is not None:
+        own = self.__dict__
+        # In a model each step of the host takes several times as long as in a loop that calls one block, for its code
+        # has left the caches; so a call whose path is known asks little.
+        known = own.get("sparse_block") or own.get(KEPT)
+        if known is not None and len(args) == 1 and not kwargs and (path := known.settled(args[0])) is not None:
             if path == "dense":
-                return kind.forward(self, *args, **kwargs)
-            if path != "fused" or "sparse_block" not in self.__dict__:
-                out = _again(self, given[0], layout, path)
-                if out is not None:
-                    return out
+                return kind.forward(self, args[0])
+            out = _again(self, args[0], layout, path)
+            if out is not None:
+                return out
+        given = (*args, *kwargs.values())
         # A call that the class refuses is left to it, too.
         if len(given) == 1 and (not kwargs or argument in kwargs):
             able = _able(self, layout)
@@ -226,7 +229,8 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     and the others hand it on."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if args and _settled(self, args[0]) == "dense":
+        block = self.__dict__.get("sparse_block")
+        if block is not None and args and block.settled(args[0]) == "dense":
             return kind.forward(self, *args, **kwargs)
         able = _able(self, layout)
         if not (able.sparse and "sparse_block" in self.__dict__):
@@ -241,37 +245,25 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     return forward
 
 
-def _settled(self: Any, x: Any) -> str | None:
-    """The path that x takes without another question, by earlier calls, or None: "dense", as the class computes,
-    "gather" or "fused". In a model each step of the host takes several times as long as in a loop that calls one block,
-    for its code has left the caches; so such a call asks little."""
-    if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
-        return None
-    own = self.__dict__
-    if "sparse_block" in own:
-        return own["sparse_block"].settled(x)  # type: ignore[no-any-return]
-    kept = own.get(KEPT)
-    return None if kept is None else kept.found.settled.get((x.numel(), x.dtype, x.device))
-
-
 def _again(self: Any, x: Tensor, layout: Layout, path: str) -> Tensor | None:
     """The result of a call that takes this path and whose like was computed before, by its launches; else None."""
-    kept = self.__dict__.get(KEPT)
+    kept, block = self.__dict__.get(KEPT), self.__dict__.get("sparse_block")
     if kept is None or layout.dropout or not kept.holds(self):
         return None
-    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    weights, able = _weights(self, layout, whole=path == "fused"), kept.found
-    if path == "gather":
-        out = self.__dict__["sparse_block"].again((flat, *weights[:2], None, *weights[2:]), able.activation)
-    elif listened() or torch._C._is_any_autocast_enabled() or not (x.is_cuda and able.reads_down):
+    able = kept.found
+    if block is not None:
+        return block.again(x, _weights(self, layout), able.activation) if able.sparse and path == "gather" else None
+    if not (x.is_cuda and able.reads_down) or listened() or torch._C._is_any_autocast_enabled():
         return None
-    else:
-        from gossamer.gemm._triton.linear_glu import again
+    from gossamer.gemm._triton.linear_glu import again
 
-        gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = weights
-        out = again(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False))
-        out = None if out is None else linear(out, down_weight, down_bias)
-    return out if out is None or x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+    gate_weight, gate_bias, up_weight, up_bias, *down = _weights(self, layout, whole=True)
+    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
+    hidden = again(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False))
+    if hidden is None:
+        return None
+    out = linear(hidden, *down)
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
 class _View:
@@ -370,14 +362,13 @@ def _block(self: Any, x: Tensor, layout: Layout) -> Block:
 
 
 class _Able(NamedTuple):
-    """The ways that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; the
-    activation's name; and the number of elements, dtype and device of each x that takes a path of `_settled`."""
+    """The ways that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; and
+    the activation's name."""
 
     sparse: bool
     fused: bool
     reads_down: bool
     activation: str
-    settled: dict[tuple[Any, ...], str]
 
 
 def _able(self: Any, layout: Layout) -> _Able:
@@ -391,7 +382,6 @@ def _find_able(self: Any, layout: Layout) -> _Able:
         not layout.plain and why_not_fused(self, layout) is None,
         why_called(**{layout.down: self._modules.get(layout.down)}) is None,
         activation_of(self, layout) or "",
-        {},
     )
 
 
@@ -412,9 +402,10 @@ def _weights(self: Any, layout: Layout, whole: bool = False) -> tuple[Any, ...]:
 
 def _compute(self: Any, x: Tensor, layout: Layout, able: _Able, recompute: bool) -> Tensor:
     gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = _weights(self, layout, whole=True)
-    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or len(able.settled) > _MOST):
+    kept = self.__dict__.get(KEPT)
+    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or kept is None):
         gains = not layout.gate_scale and linear_glu_path.gains(x, gate_weight, up_weight)
-        able.settled[x.numel(), x.dtype, x.device] = "fused" if gains else "dense"
+        kept.settle(x, "fused" if gains else "dense")
     scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
     if scale is not None:
         # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.
