@@ -114,6 +114,22 @@ def test_a_pitch_that_16_divides_keeps_wide_accesses(case: str) -> None:
     assert not re.search(r"(ld|st)\.global(\.\w+)*\.b16\b", asm) and re.search(r"(st|ld)\.global\.v[24]", asm)
 
 
+@pytest.mark.parametrize(
+    "mask, lines, step, warps", [("dense", 4, 2048, 8), ("blocks", 4, 2048, 8), ("plain", 8, 1024, 4)]
+)
+def test_registers_of_block_sparse_softmax(mask: str, lines: int, step: int, warps: int) -> None:
+    """At most 80: three programs of 8 warps share a multiprocessor, or six of 4. Two took 26 us where three take 20."""
+    kernel, example = KERNELS["_triton._blocksparse_softmax_fwd_kernel"]
+    absent = {"elements_ptr": None, **({"mask_ptr": None} if mask == "plain" else {})}
+    constants = {"TILE": (lines, step), "LINES": lines, "ONCE": True, "MASK": mask, "stride_mn": 1}
+    given = {
+        "signature": example["signature"] | absent,
+        "constexprs": example["constexprs"] | constants,
+        "num_warps": warps,
+    }
+    assert aot.resources(aot.compile_kernel(kernel, example | given, "sm_90"))["REG"] <= 80
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("hopper, targets", [(True, ["sm_90"]), (False, list(aot.TARGETS))])
 @pytest.mark.parametrize("m", [16, 32, 64])

@@ -202,7 +202,7 @@ def test_compiles(compiled, device: torch.device) -> None:
     [
         ({"input": torch.ones(32, 32)}, TypeError, "input must be a BlockSparseTensor, got Tensor"),
         ({"index": torch.ones(32, 32)}, TypeError, "index must be a BlockSparseTensor, got Tensor"),
-        ({"dtype": torch.float32}, TypeError, "index must be int32 or int64, got float32"),
+        ({"dtype": torch.float32}, TypeError, "index must be int8, int16, int32 or int64, got float32"),
         ({"dim": 2}, ValueError, "dim must be from -2 to 1, got 2"),
         (
             {"size": (33, 32)},

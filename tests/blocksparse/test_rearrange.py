@@ -74,8 +74,8 @@ def test_repeat_interleave(size, dim: int, device: torch.device) -> None:
     check(repeat_interleave(blocks, 3, dim), x.repeat_interleave(3, dim), [x], [elements(blocks.layout)])
 
 
-def test_copies_take_turns(device: torch.device) -> None:
-    """Of matrices with more than 64 blocks, not all equally many, and with some behind the last turn."""
+def test_copies_of_many_blocks(device: torch.device) -> None:
+    """Of matrices that have not all equally many blocks."""
     layout = random_layout((2,), (192, 192), (16, 16), device, density=0.7)
     x = torch.randn(2, 192, 192, device=device)
     blocks = from_dense(x, layout)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, indexed, scatter
 from gossamer.blocksparse.indexed import choose_path
 from gossamer.blocksparse.lists import Form
-from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
+from gossamer.blocksparse.records import BlocksparseScatterReduce, Direction
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
 from tests.blocksparse.test_capture import follows
@@ -40,7 +40,7 @@ def test_which_way(axis: int, entries: int, elements: int, given: bool, path: st
     form = Form(1, 1, 1, 64, 64, 64, 64, values.shape[0])
     layout = torch.empty(0, device="meta")
     call = BlocksparseScatterReduce(
-        values if given else None, index, index, layout, form, layout, form, Axis(axis), "sum", True, torch.float32
+        values if given else None, index, index, layout, form, layout, form, Direction(axis), "sum", True, torch.float32
     )
     assert choose_path(call) == path
 
@@ -61,7 +61,7 @@ def test_rows_on_hopper(n: int, reduce: str, src, out, path: str, monkeypatch: p
     index, layout = torch.empty(1, 64, 64, device="meta"), torch.empty(0, device="meta")
     form = Form(1, 1, 257, 64, 64, 64, n, 1)
     given = None if src is None else index.to(src)
-    call = BlocksparseScatterReduce(None, given, index, layout, form, layout, form, Axis(2), reduce, True, out)
+    call = BlocksparseScatterReduce(None, given, index, layout, form, layout, form, Direction(2), reduce, True, out)
     assert choose_path(call) == path
     monkeypatch.setattr("gossamer._core.tuning.hopper", lambda _: False)
     assert choose_path(call) == "lines"

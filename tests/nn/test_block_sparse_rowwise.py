@@ -89,3 +89,21 @@ def test_errors(device: torch.device) -> None:
         BlockSparseRowwise(nn.ReLU())(x, x.layout)
     with pytest.raises(ValueError, match=r"nn\.BlockSparseRowwise: layout must say .* 50 columns .* returns 70"):
         BlockSparseRowwise(nn.Linear(50, 70))(x)
+
+
+def test_results_of_another_dtype(device: torch.device) -> None:
+    """A module that returns whole numbers or bool: the places of a sorted row, for instance."""
+
+    class Places(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.argsort(x, stable=True)
+
+    class Signs(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x < 0
+
+    dense, x, named = operand(device)
+    for module in (Places(), Signs()):
+        out, want = BlockSparseRowwise(module)(x), module(dense)
+        assert out.dtype is want.dtype and out.layout is x.layout
+        assert torch.equal(out.to_dense(), torch.where(named != 0, want, torch.zeros_like(want)))

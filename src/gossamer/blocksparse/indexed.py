@@ -17,7 +17,7 @@ from gossamer.blocksparse._torch import gather as _gather_cpu
 from gossamer.blocksparse._torch import scatter_reduce as _scatter_cpu
 from gossamer.blocksparse.layout import Layout
 from gossamer.blocksparse.lists import Form, Lists
-from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce
+from gossamer.blocksparse.records import BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce, Direction
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
 Path = Literal["matrices", "shared", "transposed", "lines"]
@@ -56,7 +56,7 @@ class Indexed:
 
     Args:
         index: values of the indices; `at` holds the buffer and the form of the layout that they point into, those of
-            their own layout, and the `Axis`.
+            their own layout, and the `Direction`.
     """
 
     index: Tensor
@@ -157,16 +157,21 @@ def layout_of_indices(indices: BlockSparseTensor, dim: int, size: int, *, capaci
 def _check_index(operator: str, name: str, index: Any, dims: int, dim: int) -> tuple[int, Tensor]:
     """dim, from 0 on, and the values of the indices in a dtype that kernels read."""
     check_blocks(operator, **{name: index})
-    values = index.values.to(torch.int32) if index.dtype in (torch.int8, torch.int16) else index.values
-    checks.whole(operator, **{name: values})
+    narrow = index.dtype in (torch.int8, torch.int16)
+    if not narrow and index.dtype not in (torch.int32, torch.int64):
+        raise TypeError(
+            f"{operator}: {name} must be int8, int16, int32 or int64, got {checks.name_of(index.dtype)}. Convert it "
+            f"with {name}.to(torch.int64)."
+        )
+    values = index.values.to(torch.int32) if narrow else index.values
     if not isinstance(dim, int) or not -dims <= dim < dims:
         raise ValueError(f"{operator}: dim must be from {-dims} to {dims - 1}, got {dim}.")
     return dim % dims, values
 
 
-def _axis(dim: int, shape: Sequence[int], index_shape: Sequence[int]) -> Axis:
+def _axis(dim: int, shape: Sequence[int], index_shape: Sequence[int]) -> Direction:
     axis = max(0, dim - (len(shape) - 3))
-    return Axis(axis) if axis else Axis(0, math.prod(shape[dim + 1 : -2]), index_shape[dim], shape[dim])
+    return Direction(axis) if axis else Direction(0, math.prod(shape[dim + 1 : -2]), index_shape[dim], shape[dim])
 
 
 def _back(call: Any) -> Indexed:

@@ -382,7 +382,10 @@ def check_block_size(operator: str, block_size: BlockSize) -> tuple[int, int]:
     """(height, width) of a block."""
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
     if len(pair) != 2 or any(b not in BLOCKS for b in pair):
-        raise ValueError(f"{operator}: block_size must be 16, 32, 64 or 128, or a pair of these, got {block_size!r}.")
+        raise ValueError(
+            f"{operator}: block_size must be 16, 32, 64 or 128, or a pair of these, got {block_size!r}. A larger "
+            "block is several of 128: repeat each element of the mask."
+        )
     return pair
 
 

@@ -176,7 +176,7 @@ def _cat(operator: str, tensors: Sequence[BlockSparseTensor], dim: int, layout: 
     grids, ahead, lengths = [], 0, [x.shape[dim] for x in tensors]
     for x in tensors:
         grid = x.layout.positions.view(x.layout.shape)
-        grids.append(torch.where(grid >= 0, grid.clamp(max=x.layout.capacity - 1) + ahead, -1))
+        grids.append(torch.where(grid >= 0, grid + ahead, -1) if ahead else grid)
         ahead += x.layout.capacity
     # A tensor that overflowed spoils all.
     lost = torch.stack([x.layout.overflowed for x in tensors]).any()
@@ -258,7 +258,7 @@ def merge(x: BlockSparseTensor, dim: int, into: int = -1, *, layout: Layout | No
     rest = [size for k, size in enumerate(x.shape) if k != dim]
     into -= into > dim
     lengths, rest[into] = [rest[into]] * times, rest[into] * times
-    grids = given.positions.view(given.shape).clamp(max=given.capacity - 1).unbind(dim)
+    grids = given.positions.view(given.shape).unbind(dim)
     return _joined(operator, x, x.values, grids, given.overflowed, tuple(rest), into, lengths, layout)
 
 
@@ -285,10 +285,11 @@ def _joined(
     grid = torch.cat(list(grids), dim)
     *lead, rows, cols = grid.shape
     form = Form(math.prod(lead), rows, cols, *block, ends[0].source, ends[1].source, capacity)
-    of_block = torch.full((capacity + 1,), -1, dtype=torch.int64, device=grid.device)
-    places = torch.arange(grid.numel(), device=grid.device)
-    at = of_block.scatter_(0, torch.where(grid >= 0, grid, capacity).flatten().long(), places)[:-1]
-    lines, columns = (torch.where(at >= 0, part, -1) for part in (at // max(cols, 1), at % max(cols, 1)))
+    # Where blocks are missing a number may be beyond all: what has none goes behind the last.
+    number = torch.where(grid >= 0, grid, capacity).clamp(max=capacity).flatten().long()
+    places = torch.arange(grid.numel(), dtype=torch.int32, device=grid.device)
+    at = torch.full((capacity + 1,), -1, dtype=torch.int32, device=grid.device).scatter_(0, number, places)[:-1]
+    lines, columns = at.div(max(cols, 1), rounding_mode="floor"), at % max(cols, 1)
     buffer = half_of(form, torch.where(lost, capacity + 1, 0).view(1), columns, lines, grid)
     if layout is None:
         mask = _reach((grid >= 0).view(form[:3]), moved, block, block)

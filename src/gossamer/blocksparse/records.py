@@ -66,7 +66,7 @@ class BlocksparseShifted(NamedTuple):
     how: str
 
 
-class Axis(NamedTuple):
+class Direction(NamedTuple):
     """The dimension along which indices point: 0 a leading one, 1 rows, 2 columns; of a leading dimension, the product
     of those behind it, its length in the indices, and its length in the matrices they point into."""
 
@@ -83,7 +83,7 @@ class Axis(NamedTuple):
 class BlocksparseGather(NamedTuple):
     """Blocks of the indices' layout: the elements that indices find in values, 0 for none.
 
-    An index out of range is none; with `strict` it is an error on the CPU and NaN on a GPU. `axis` is an `Axis`.
+    An index out of range is none; with `strict` it is an error on the CPU and NaN on a GPU. `axis` is a `Direction`.
     """
 
     values: Tensor
@@ -109,7 +109,7 @@ class BlocksparseGatherReach(NamedTuple):
 class BlocksparseScatterReduce(NamedTuple):
     """Blocks of the layout: `src`, aligned with index, or ones if None, joined with what is given, or zeros if None.
 
-    `reduce` is "sum", "prod", "amax", "amin" or "last"; `axis` is an `Axis`.
+    `reduce` is "sum", "prod", "amax", "amin" or "last"; `axis` is a `Direction`.
     """
 
     given: Tensor | None

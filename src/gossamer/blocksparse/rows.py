@@ -19,7 +19,7 @@ from gossamer._core.operator import register
 from gossamer.blocksparse._torch import rows as _impl
 from gossamer.blocksparse._torch.tensor import valid
 from gossamer.blocksparse.layout import Layout
-from gossamer.blocksparse.lists import lost
+from gossamer.blocksparse.lists import Form, lost
 from gossamer.blocksparse.records import BlocksparseReduced, BlocksparseShifted
 
 
@@ -33,16 +33,19 @@ def check_floats(operator: str, argument: str, values: Tensor) -> None:
     checks.floating(operator, **{f"{argument}.values": values})
 
 
-def fill_outside(values: Tensor, layout: Layout, fill: float, behind: bool = True) -> Tensor:
+def fill_outside(
+    values: Tensor, layout: Layout, fill: float, behind: bool = True, dims: tuple[int, ...] = (-1, -2)
+) -> Tensor:
     """Values with `fill` where they stand for no element, and a gradient of 0 there; the values themselves where the
     host knows that all of them stand for elements.
 
-    Without `behind` blocks behind the last count as blocks, for operators that do not read these.
+    Without `behind` blocks behind the last count as blocks, for operators that do not read these; `dims` are the
+    dimensions beyond whose ends the operator would read.
     """
-    form = layout.form
-    if not ((behind and not layout.filled) or form.m % form.height or form.n % form.width):
+    cut = any(layout.size[dim] % layout.block_size[dim] for dim in dims)
+    if not (cut or (behind and not layout.filled)):
         return values
-    return torch.where(valid(layout.lists, behind), values, values.new_full((), fill))
+    return torch.where(valid(layout.lists, behind, dims), values, values.new_full((), fill))
 
 
 def reduced(operator: str, values: Tensor, layout: Layout, dim: int | None, how: str) -> Tensor:
@@ -55,7 +58,7 @@ def reduced(operator: str, values: Tensor, layout: Layout, dim: int | None, how:
     dtype, exact = values.dtype, not values.is_floating_point()
     # A Python int leaves integers what they are, a float would not.
     absent = 0 if how == "sum" else lost(dtype) if exact else -math.inf
-    values = fill_outside(values, layout, absent, behind=dim is None)
+    values = fill_outside(values, layout, absent, dim is None, (-1, -2) if dim is None else (dim,))
     if dim is None:
         out = values.sum(dtype=_impl.summed(dtype)) if how == "sum" else values.amax()
     else:
@@ -106,11 +109,7 @@ def with_vector(name: str, values: Tensor, layout: Layout, vector: Tensor) -> Te
 def _lines_of(operator: str, vector: Tensor, layout: Layout, dim: int) -> Tensor:
     """A vector `[..., L]` of rows or columns as lines of blocks, in float32 at least."""
     length, block, lead = layout.size[dim + 1], layout.block_size[dim + 1], layout.lead
-    own = (1,) * (len(lead) + 1 - vector.dim()) + tuple(vector.shape)
-    if len(own) != len(lead) + 1 or any(n not in (1, m) for n, m in zip(own, lead)):
-        raise ValueError(
-            f"{operator}: other must broadcast to {[*lead, length]} like the layout, got {list(vector.shape)}."
-        )
+    checks.broadcast(operator, "other", vector.shape, (*lead, length), "the layout's ")
     flat = vector.expand(*lead, length).reshape(layout.batch, length)
     wide = flat.to(torch.promote_types(flat.dtype, torch.float32)) if flat.is_floating_point() else flat
     padded = torch.nn.functional.pad(wide, (0, -length % block)).reshape(-1, block)
@@ -131,13 +130,13 @@ def _shifted_backward(call: BlocksparseShifted, kept: Any, grads: Any, needs: An
 def _reduced_backward(call: BlocksparseReduced, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor]:
     (grad,), (dtype, values, found), lists = grads, kept, (call.layout, call.form, call.dim)
     if values is None:
-        made = _impl.spread(grad, *lists).unsqueeze(call.dim).expand(call.form[7:8] + call.form[3:5])
+        share, best = grad, None
     else:
         # Equal maxima share the gradient.
         best = values == _impl.spread(found, *lists).unsqueeze(call.dim)
         share = grad / _reduced(BlocksparseReduced(best.to(dtype), *lists, "sum"))
-        made = torch.where(best, _impl.spread(share, *lists).unsqueeze(call.dim), 0)
-    return {"values": made.to(dtype)}
+    made = _impl.spread(share.to(dtype), *lists).unsqueeze(call.dim)
+    return {"values": made.expand(Form(*call.form).blocks) if best is None else torch.where(best, made, 0)}
 
 
 def _fake_reduced(call: BlocksparseReduced) -> Tensor:

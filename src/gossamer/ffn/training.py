@@ -166,9 +166,7 @@ def differentiable(
     return out, activity
 
 
-def on_lists(
-    block: Block, sizes: Sizes, with_activity: bool
-) -> tuple[Tensor, Activity | None, tuple[Tensor, Tensor]]:
+def on_lists(block: Block, sizes: Sizes, with_activity: bool) -> tuple[Tensor, Activity | None, tuple[Tensor, Tensor]]:
     """By lists of the active entries: the block's result, its activity or None, and (the entries of each row beside
     those of hot neurons; `[1]`, how many neurons are hot)."""
     if not (block.x.is_cuda or INTERPRET):

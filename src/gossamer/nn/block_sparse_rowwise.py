@@ -63,7 +63,8 @@ class BlockSparseRowwise(nn.Module):
         self.module = module
 
     def forward(self, x: BlockSparseTensor, layout: Layout | None = None) -> BlockSparseTensor:
-        """x: `[..., M, N]`, floating -> the same, or `[..., M, out_features]` of an `nn.Linear`.
+        """x: `[..., M, N]`, floating -> the same, in the dtype of the module's result; of an `nn.Linear` `[..., M,
+        out_features]`.
 
         layout: of the result of an `nn.Linear`; None takes x's. Elements elsewhere, the bias too, are left out.
         """
@@ -102,6 +103,6 @@ class BlockSparseRowwise(nn.Module):
                 return layer_norm(x, module.weight, module.bias, module.eps)
             return rms_norm(x, module.weight, module.eps)
         rows, operator = module(x.to_dense()), "nn.BlockSparseRowwise"
-        checks.floating(operator, result=rows)
+        checks.tensors(operator, result=rows)
         checks.shape(operator, "the result of the module", rows, x.shape, "[..., M, N]", "like x")
         return from_dense(rows, x.layout)

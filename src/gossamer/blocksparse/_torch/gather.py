@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from gossamer.blocksparse.lists import Form, Lists, lost
-from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach
+from gossamer.blocksparse.records import BlocksparseGather, BlocksparseGatherReach, Direction
 
 
 def gather(call: BlocksparseGather) -> Tensor:
@@ -13,7 +13,7 @@ def gather(call: BlocksparseGather) -> Tensor:
     names = Lists(call.index_layout, call.index_form)
     if lists.overflowed() or names.overflowed():
         return values.new_full(index.shape, lost(values.dtype))
-    place = places(index, names, lists, Axis(*call.axis), "index of a gather")
+    place = places(index, names, lists, Direction(*call.axis), "index of a gather")
     out = values.new_zeros(index.shape)
     if place.numel() and values.numel():
         found = values.reshape(-1).take(place.clamp(min=0))
@@ -21,7 +21,7 @@ def gather(call: BlocksparseGather) -> Tensor:
     return out
 
 
-def places(index: Tensor, names: Lists, lists: Lists, along: Axis, what: str) -> Tensor:
+def places(index: Tensor, names: Lists, lists: Lists, along: Direction, what: str) -> Tensor:
     """int64 `[nnz, height, width]`: which element of the values of `lists` each index names, below 0 for none; `names`
     are the lists of the indices.
 
@@ -41,7 +41,7 @@ def places(index: Tensor, names: Lists, lists: Lists, along: Axis, what: str) ->
     return torch.where((target < 0) | (number < 0), -1, number * (form.height * form.width) + element)
 
 
-def named(index: Tensor, names: Lists, form: Form, along: Axis) -> tuple[Tensor, Tensor, Tensor]:
+def named(index: Tensor, names: Lists, form: Form, along: Direction) -> tuple[Tensor, Tensor, Tensor]:
     """(indices in int64, -1 for those of no element; cell of the grid of matrices of a form, element of the block) of
     the first blocks of indices. An index out of range names any block."""
     axis, inner, d_index, d = along
@@ -63,7 +63,7 @@ def named(index: Tensor, names: Lists, form: Form, along: Axis) -> tuple[Tensor,
 
 
 def reach(call: BlocksparseGatherReach) -> Tensor:
-    form, along = Form(*call.target), Axis(*call.axis)
+    form, along = Form(*call.target), Direction(*call.axis)
     cells = form.z * form.rows * form.cols
     target, cell, _ = named(call.index, Lists(call.index_layout, call.index_form), form, along)
     mask = torch.zeros(cells + 1, dtype=torch.bool)

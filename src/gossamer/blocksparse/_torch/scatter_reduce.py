@@ -7,7 +7,7 @@ from torch import Tensor
 
 from gossamer.blocksparse._torch.gather import places
 from gossamer.blocksparse.lists import Lists, lost
-from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
+from gossamer.blocksparse.records import BlocksparseScatterReduce, Direction
 
 
 def scatter_reduce(call: BlocksparseScatterReduce) -> Tensor:
@@ -16,7 +16,7 @@ def scatter_reduce(call: BlocksparseScatterReduce) -> Tensor:
     shape = (lists.form.capacity, *index.shape[1:])
     if lists.overflowed() or names.overflowed():
         return torch.full(shape, lost(dtype), dtype=dtype)
-    place = places(index, names, lists, Axis(*call.axis), "index of a scatter").view(-1)
+    place = places(index, names, lists, Direction(*call.axis), "index of a scatter").view(-1)
     wide = torch.float32 if dtype in (torch.float16, torch.bfloat16) else torch.uint8 if dtype is torch.bool else dtype
     # One element more takes what has no place.
     size = math.prod(shape)

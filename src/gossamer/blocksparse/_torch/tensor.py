@@ -1,5 +1,7 @@
 """Dense to blocks and back, and transposed blocks, on the CPU; and which values stand for an element."""
 
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -45,14 +47,14 @@ def transpose(call: BlocksparseTranspose) -> Tensor:
     return out
 
 
-def valid(lists: Lists, behind: bool = True) -> Tensor:
+def valid(lists: Lists, behind: bool = True, dims: tuple[int, ...] = (-1, -2)) -> Tensor:
     """Bool, broadcasting to `[capacity, height, width]`: which values stand for an element of a matrix. Without
-    `behind`, blocks behind the last count as blocks."""
+    `behind`, blocks behind the last count as blocks; `dims` says along which dimensions the ends of matrices count."""
     (_, rows, _, height, width, m, n, *_), device = lists.form, lists.buffer.device
     row = lists.row_indices[:, None, None]
-    inside = row >= (0 if behind else -1)
-    if m % height:
-        inside = inside & (row % max(rows, 1) * height + torch.arange(height, device=device)[:, None] < m)
-    if n % width:
-        inside = inside & (lists.col_indices[:, None, None] * width + torch.arange(width, device=device) < n)
-    return inside
+    parts = [row >= 0] if behind else []
+    if m % height and -2 in dims:
+        parts.append(row % max(rows, 1) * height + torch.arange(height, device=device)[:, None] < m)
+    if n % width and -1 in dims:
+        parts.append(lists.col_indices[:, None, None] * width + torch.arange(width, device=device) < n)
+    return functools.reduce(torch.logical_and, parts)

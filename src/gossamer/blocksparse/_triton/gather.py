@@ -15,7 +15,7 @@ from torch import Tensor
 from gossamer._core import launch
 from gossamer.blocksparse._triton.tensor import lost, plain
 from gossamer.blocksparse.lists import Form, Lists
-from gossamer.blocksparse.records import Axis, BlocksparseGather, BlocksparseGatherReach
+from gossamer.blocksparse.records import BlocksparseGather, BlocksparseGatherReach, Direction
 
 
 @triton.jit
@@ -100,7 +100,7 @@ LINES = 2
 
 def gather(call: BlocksparseGather) -> Tensor:
     values, index, lists = call.values, call.index, Lists(call.layout, call.form)
-    names, along = Lists(call.index_layout, call.index_form), Axis(*call.axis)
+    names, along = Lists(call.index_layout, call.index_form), Direction(*call.axis)
     capacity, height, width = index.shape
     out = torch.empty(index.shape, dtype=values.dtype, device=index.device)
     lines = LINES if along.axis == 2 else min(height, 2048 // width)
@@ -115,7 +115,7 @@ def gather(call: BlocksparseGather) -> Tensor:
     return out
 
 
-def sizes_of(along: Axis, names: Form, form: Form) -> tuple[int, ...]:
+def sizes_of(along: Direction, names: Form, form: Form) -> tuple[int, ...]:
     """The sizes of the indices and of the matrices that they point into, as the kernels take them."""
     counts = max(names.rows, 1), max(form.rows, 1), max(form.cols, 1)
     return along.d, along.inner, along.d_index, *counts, names.m, names.n, along.bound(form)
@@ -124,7 +124,7 @@ def sizes_of(along: Axis, names: Form, form: Form) -> tuple[int, ...]:
 def reach(call: BlocksparseGatherReach) -> Tensor:
     index, names, form = call.index, Lists(call.index_layout, call.index_form), Form(*call.target)
     capacity, height, width = index.shape
-    tile, along = min(height, 2048 // width), Axis(*call.axis)
+    tile, along = min(height, 2048 // width), Direction(*call.axis)
     mask = torch.zeros(form.z, form.rows, form.cols, dtype=torch.uint8, device=index.device)
     args = (index, mask, names.nnz, names.row_indices, names.col_indices, *sizes_of(along, names.form, form))
     meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": along.axis}

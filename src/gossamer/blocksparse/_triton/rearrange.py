@@ -32,22 +32,10 @@ def _source(map_ptr, k, K, at, length, most):
         return tl.load(map_ptr + at * K + k, mask=(at >= 0) & (at < length), other=-1).to(tl.int32)
 
 
-@triton.jit
-def in_turns(block, copies, share):
-    """Which block a program owns where neighbouring matrices of the result are copies of one, each with some `share` of
-    the blocks: 64 of the first, as many of the second. What they read is then still in the cache."""
-    many = copies * share
-    group = block // many
-    at = block % many
-    turned = (group * copies + at % (copies * 64) // 64) * share + at // (copies * 64) * 64 + at % 64
-    # Behind the last whole group nothing is turned.
-    return tl.where((group + 1) * many <= tl.num_programs(0), turned, block)
-
-
-@launch.kernel(do_not_specialize=["nnz_ptr", "out_nnz_ptr", "capacity", "K", "copies", "share"])
+@launch.kernel(do_not_specialize=["nnz_ptr", "out_nnz_ptr", "capacity", "K"])
 def _rearrange_kernel(
     values_ptr, out_ptr, nnz_ptr, positions_ptr, out_nnz_ptr, rows_ptr, cols_ptr, z_map_ptr, i_map_ptr, j_map_ptr,
-    M, N, M_OUT, N_OUT, K, capacity, copies, share,
+    M, N, M_OUT, N_OUT, K, capacity,
     SOURCE: tl.constexpr, RESULT: tl.constexpr, TH: tl.constexpr, TW: tl.constexpr, WHOLE: tl.constexpr,
     SUM: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +44,7 @@ def _rearrange_kernel(
     W: tl.constexpr = SOURCE[1]
     HEIGHT: tl.constexpr = RESULT[0]
     WIDTH: tl.constexpr = RESULT[1]
-    block = in_turns(tl.program_id(0), copies, share)
+    block = tl.program_id(0)
     dtype: tl.constexpr = values_ptr.dtype.element_ty
     R, C = tl.cdiv(M, H), tl.cdiv(N, W)
     zr = tl.load(rows_ptr + block)
@@ -105,13 +93,9 @@ def rearrange(call: BlocksparseRearrange) -> Tensor:
     # Tiles of whole blocks may be cut into as many as keep enough programs busy.
     tw = tile[1] if whole else width
     th = min(tile[0] if whole else height, (WHOLE if whole else SCATTERED) // tw)
-    # Copies of each matrix, and blocks of each in whole turns of 64, as far as shapes tell.
-    turns, share = z_out // z, room // z_out // 64 * 64
-    if maps[0] is None or not whole or z_out % z or not share:
-        turns, share = 1, 64
     args = (
         plain(values), plain(out), source.nnz, source.positions, result.nnz, result.row_indices, result.col_indices,
-        *maps, m, n, m_out, n_out, copies, capacity, turns, share,
+        *maps, m, n, m_out, n_out, copies, capacity,
     )  # fmt: skip
     meta = {
         "SOURCE": (h, w), "RESULT": (height, width), "TH": th, "TW": tw, "WHOLE": whole, "SUM": copies > 1,

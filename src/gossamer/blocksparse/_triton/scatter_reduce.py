@@ -34,7 +34,7 @@ from gossamer.blocksparse._triton.transpose import turn_blocks
 from gossamer.blocksparse.indexed import choose_path
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.lists import lost as lost_value
-from gossamer.blocksparse.records import Axis, BlocksparseScatterReduce
+from gossamer.blocksparse.records import BlocksparseScatterReduce, Direction
 
 # A row's entries lie side by side: one row, and a warp, which has no others to wait for. Columns are taken by four,
 # whose indices fill a sector, and find room in the second cache alone.
@@ -400,7 +400,7 @@ def scatter_lines(call: BlocksparseScatterReduce) -> Tensor:
 
 def scatter_matrices(call: BlocksparseScatterReduce) -> Tensor:
     """Walks matrices."""
-    (wide, given, src, reset), (lists, names), along = _begun(call), _both(call), Axis(*call.axis)
+    (wide, given, src, reset), (lists, names), along = _begun(call), _both(call), Direction(*call.axis)
     (index_capacity, height, width), capacity = call.index.shape, lists.form.capacity
     begun = torch.zeros((), dtype=wide, device=call.index.device) if given is None else given.to(wide)
     overflowed = (lists.nnz > capacity) | (names.nnz > index_capacity)
