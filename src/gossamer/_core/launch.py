@@ -116,7 +116,7 @@ class Kernel:
             with _disable_current_modes() if recorders else nullcontext():
                 self.fn[grid](*args, **meta)
             if recorders:
-                _record((self._interpret, ()), grid, given, meta, misaligned)
+                _record((self._interpret, (tuple(meta),)), grid, given, meta, misaligned)
             return
         previous = torch._C._cuda_getDevice()
         guard = device != previous
@@ -147,8 +147,9 @@ class Kernel:
             if guard:
                 torch.cuda.set_device(previous)
 
-    def _interpret(self, x: int, y: int, z: int, _: int, *args: Any) -> None:
-        self.fn[x, y, z](*args)
+    def _interpret(self, x: int, y: int, z: int, _: int, names: tuple[str, ...], *args: Any) -> None:
+        first = len(args) - len(names)
+        self.fn[x, y, z](*args[:first], **dict(zip(names, args[first:])))
 
     def _keep(self, key: Hashable, compiled: Any) -> tuple[Any, tuple[Any, ...]]:
         """The functions of later launches. Reading `run` loads the kernel, and builds its launcher if it has one."""
