@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer import nn
-from gossamer.train import SAEConfig, SAERun, checkpoint, evaluate
+from gossamer.train import SAEConfig, SAERun, checkpoint, evaluate_sae
 from gossamer.train.sae import KINDS, in_units_of_x
 
 pytestmark = pytest.mark.native
@@ -141,7 +141,7 @@ def test_it_learns_in_any_unit(name: str, tmp_path: Path) -> None:
     assert found["explained"] > 0.75 and found["dead"] < 0.7, {**found, "density": 0}
     assert whole.records[-1]["explained/0"] == pytest.approx(found["explained"], abs=0.06)
     loaded = nn.load_sae(tmp_path / "sae").eval()
-    again = evaluate(loaded, whole.held_out)
+    again = evaluate_sae(loaded, whole.held_out)
     assert again["explained"] == pytest.approx(found["explained"], abs=1e-5) and again["l0"] == found["l0"]
     x, scaled = whole.held_out, whole.models.scale
     inner = whole.models[0].eval()
@@ -195,7 +195,7 @@ def test_sources_give_the_same_rows_and_an_epoch_gives_each_once(tmp_path: Path)
     for each in runs:
         seen.append(torch.cat([*each._batches()]))
         assert torch.equal(each.held_out, x[:16]) and torch.equal(seen[-1], seen[0])
-    assert sorted(seen[0].tolist()) == sorted(x[16 : 16 + 176].tolist()) and not torch.equal(seen[0], x[16:192])
+    assert sorted(seen[0].tolist()) == sorted(x[16:192].tolist()) and not torch.equal(seen[0], x[16:192])
     with pytest.raises(ValueError, match=r"steps must be given for a source that does not know its length"):
         run(replace(config, steps=None), iter(x.split(33)), tmp_path / "no")
     with pytest.raises(ValueError, match=r"must have 64 rows from row 144 on for 50 steps, got 56. Give fewer steps"):

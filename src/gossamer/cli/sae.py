@@ -133,7 +133,7 @@ def train(
     dtype: str = typer.Option("auto", help="float32 or bfloat16; auto: bfloat16 on a GPU. Weights stay float32."),
     seed: int = typer.Option(0, min=0, help="Of weights and of the order of rows."),
     device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
-    checkpoint_every: int = typer.Option(1000, min=1, help="Steps between checkpoints."),
+    checkpoint_every: int = typer.Option(5000, min=1, help="Steps between checkpoints."),
     log_every: int = typer.Option(50, min=1, help="Steps between records of log.jsonl."),
     keep: int = typer.Option(2, min=1, help="Checkpoints that stay."),
     log: str | None = typer.Option(None, help="Scalars to tensorboard or wandb, beside log.jsonl."),

@@ -12,7 +12,6 @@ from gossamer.nn.sae import BatchTopKSAE, Reviving, TopKSAE, mean
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.rows import unchecked
 from gossamer.sae.decode import decode_dense
-from gossamer.sae.squared_error import squared_error
 
 
 class Nested(Reviving):
@@ -54,23 +53,27 @@ class Nested(Reviving):
                 evaluation mode, or of a batch's selection over ranks (`shard_sae`), is completed first, which waits for
                 the device once.
         """
+        parts = self._parts(rows, self._wide)
+        return list(accumulate([parts[0] + self.b_dec, *parts[1:]]))
+
+    def _parts(self, rows: Rows | Tensor, out_dtype: torch.dtype | None) -> Tensor:
+        """`[W, ..., d_in]`: the decoded entries from each width to the next."""
         if isinstance(rows, Tensor):
             sizes = [wide - narrow for narrow, wide in pairwise((0, *self.widths))]
             pieces = zip(rows.split(sizes, -1), self.W_dec.split(sizes))
-            parts = [decode_dense(acts, W_dec, None) for acts, W_dec in pieces]
-        else:
-            here = self.latents
-            widths = [min(max(width - here.start, 0), len(here)) for width in self.widths]
-            found = self._placement.decode(by_width(rows.complete(), widths), self.W_dec, None, self._wide)
-            parts = [*found.unbind()]
-        return list(accumulate([parts[0] + self.b_dec, *parts[1:]]))
+            return torch.stack([decode_dense(acts, W_dec, None) for acts, W_dec in pieces])
+        here = self.latents
+        widths = [min(max(width - here.start, 0), len(here)) for width in self.widths]
+        return self._placement.decode(by_width(rows.complete(), widths), self.W_dec, None, out_dtype)
 
     def _terms(self, x: Tensor, target: Tensor, rows: Any, l0: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        if not self.training:
+        if not self.training or len(self.widths) == 1:
             return super()._terms(x, target, rows, l0)
-        *inner, whole = self.reconstructions(rows)
-        errors = [mean(squared_error(target, found)) * weight for found, weight in zip(inner, self.inner_weights)]
-        return whole.to(rows.dtype), {"further_mse": torch.stack(errors).sum()} if errors else {}
+        # The parts in the weights' dtype, as one width is decoded: twice the bytes would be read for each gradient.
+        whole, *errors = _Nested.apply(target, self.b_dec, self._parts(rows, None))
+        *inner, mse = map(mean, errors)
+        weighted = [error * weight for error, weight in zip(inner, self.inner_weights)]
+        return whole.to(rows.dtype), {"mse": mse, "further_mse": torch.stack(weighted).sum()}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, widths={self.widths}"
@@ -130,6 +133,33 @@ class MatryoshkaBatchTopKSAE(Nested, BatchTopKSAE):
 
     >>> MatryoshkaBatchTopKSAE(4, 16, k=2).loss(torch.randn(3, 4)).loss.backward()
     """
+
+
+class _Nested(torch.autograd.Function):
+    """(the whole reconstruction `[..., D]`, of each width the squared errors of rows), in float32 at least.
+
+    One reconstruction is carried from width to width, and one gradient back: autograd would read and write each width's
+    several times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, target: Tensor, b_dec: Tensor, parts: Tensor) -> tuple[Tensor, ...]:
+        whole, residuals = b_dec.to(torch.promote_types(b_dec.dtype, torch.float32)), []
+        for part in parts:
+            whole = whole + part
+            residuals.append(target - whole)
+        ctx.dtypes = target.dtype, b_dec.dtype, parts.dtype
+        ctx.save_for_backward(*residuals)
+        return whole, *(torch.linalg.vector_norm(each, dim=-1).square() for each in residuals)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, pull: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
+        (target, b_dec, parts), found, whole = ctx.dtypes, [], pull
+        for residual, grad in zip(reversed(ctx.saved_tensors), reversed(grads)):
+            pull = torch.addcmul(pull, residual, -2 * grad[..., None])
+            found.append(pull.to(parts))
+        return (whole - pull).to(target), pull.flatten(0, -2).sum(0).to(b_dec), torch.stack(found[::-1])
 
 
 def by_width(rows: Rows, widths: Sequence[int]) -> Rows:

@@ -285,7 +285,7 @@ class SparseAutoencoder(torch.nn.Module):
             x = target = x.contiguous()
         rows, l0, nnz = self._chosen(x, self._encode)
         reconstruction, terms = self._terms(x, target, rows, l0)
-        mse = mean(squared_error(target, reconstruction))
+        mse = terms.pop("mse") if "mse" in terms else mean(squared_error(target, reconstruction))
         dead = self._dead_loss(x, target, reconstruction) if self.training else None
         if dead is not None:
             terms["dead_loss"] = dead
@@ -300,7 +300,8 @@ class SparseAutoencoder(torch.nn.Module):
         return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead, further)
 
     def _terms(self, x: Tensor, target: Tensor, rows: Any, l0: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """(the reconstruction, the terms of the loss beside its squared error, by their names in `SAELoss`)"""
+        """(the reconstruction, the terms of the loss beside its squared error, by their names in `SAELoss`; "mse" among
+        them where that error is known already)"""
         return self._output(x, rows), {}
 
     def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from gossamer.train.config import PRESETS, Config, preset
 from gossamer.train.data import Corpus, learn_tokenizer, pack, read_dataset, read_text
 from gossamer.train.loop import Run, learning_rate
 from gossamer.train.model import Transformer, save_pretrained
-from gossamer.train.sae import SAEConfig, SAERun, evaluate
+from gossamer.train.sae import SAEConfig, SAERun, evaluate_sae
 
 __all__ = [
     "PRESETS",
@@ -20,7 +20,7 @@ __all__ = [
     "SAEConfig",
     "SAERun",
     "Transformer",
-    "evaluate",
+    "evaluate_sae",
     "learn_tokenizer",
     "learning_rate",
     "pack",

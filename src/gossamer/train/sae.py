@@ -56,7 +56,7 @@ class SAEConfig(Settings):
             names give all combinations.
         steps: optimizer steps; None goes through the source once.
         batch: rows of a step.
-        buffer: rows that are shuffled together, a multiple of batch; about three times as many are in memory.
+        buffer: rows that are shuffled together, a multiple of batch; up to three times as many are in memory.
         held_out: rows at the beginning that are for evaluation alone, a multiple of batch; None takes a tenth of the
             source, at most 8 batches.
         dtype: `"float32"`, or `"bfloat16"` for x and products; weights, gradients and moments stay float32.
@@ -141,8 +141,8 @@ class SAERun(Resumable):
     """A run that trains autoencoders in a folder, with which a process of the same settings goes on to the bit.
 
     All autoencoders of a sweep train on the same batches: the source is read, and a language model runs, once. Rows are
-    shuffled in blocks of `config.buffer`, in pinned memory where the device is a GPU, while the next block is read. A
-    checkpoint needs no copy of them: the order follows from the seed and the step.
+    shuffled in blocks of `config.buffer`, in main memory, while the next block is read; they go to a GPU through pinned
+    memory. A checkpoint needs no copy of them: the order follows from the seed and the step.
 
     Autoencoders other than JumpReLU, which finds a scale by itself, see rows times a power of 2 that brings the first
     batch nearest to a variance of 1 in each element. The files that a run writes are in the units of the source.
@@ -161,7 +161,7 @@ class SAERun(Resumable):
         models: a `ModuleList`, with `scale` `[]`.
         step, records: as in `Run`. A record has the means of the steps since the one before; those of
             autoencoder number i have the suffix `/i`.
-        results: of each autoencoder its `evaluate`, once the run is finished.
+        results: of each autoencoder its `evaluate_sae`, once the run is finished.
 
     Raises:
         ValueError: a folder with a run of other settings or of another source, too few rows, a corrupt checkpoint.
@@ -179,12 +179,13 @@ class SAERun(Resumable):
         *,
         key: str | None = None,
         device: torch.device | str = "cpu",
-        checkpoint_every: int = 1000,
+        checkpoint_every: int = 5000,
         log_every: int = 50,
         keep: int = 2,
     ) -> None:
         self.folder, self.device, self.keep, self.given = Path(folder), torch.device(device), keep, source
-        self.checkpoint_every, self.log_every, self._stopped = checkpoint_every, log_every, False
+        self.checkpoint_every, self.log_every = checkpoint_every, log_every
+        self._stopped = False
         # Rows of any width, which the shuffled block takes from the host.
         self.source = Source(source, key, config.batch, torch.empty(0, dtype=getattr(torch, config.dtype)))
         self.config = self._sized(config)
@@ -231,13 +232,13 @@ class SAERun(Resumable):
             OSError: a checkpoint could not be written. Older ones are good.
             ValueError: the source ended early.
         """
-        batches = self._batches()
-        try:
-            with reproducible(), closing(batches), closing(ahead(batches, self.device)) as moved:
+        batches, self._stopped = self._batches(), False
+        with closing(self.source), reproducible(), closing(batches), closing(ahead(batches, self.device)) as moved:
+            try:
                 self._train(moved, show)
-        finally:
-            self._stopped = True
-            self.source.close()
+            finally:
+                # The thread that reads a block need not read all of it.
+                self._stopped = True
         self.results = []
         for name, model in zip(self.config.names, self.models):
             finished = in_units_of_x(model, self.models.scale)
@@ -314,40 +315,46 @@ class SAERun(Resumable):
             model.density.forget()
 
     def _batches(self) -> Generator[Tensor]:
-        """The batches from the next step on, on their way to the device."""
-        skipped = self.step % self._epoch * self.config.batch % self.config.buffer
+        """The batches from the next step on, on their way to the device through pinned memory."""
+        pinned = self.device.type == "cuda"
         with closing(ahead(self._blocks(), torch.device("cpu"))) as blocks:
-            for block in blocks:
-                for x in block[skipped:].split(self.config.batch):
-                    yield x.to(self.device, non_blocking=True)
-                skipped = 0
+            for (epoch, first, _, done), block in zip(self._spans(), blocks):
+                generator = np.random.default_rng((self.config.seed, epoch, first))
+                order = torch.from_numpy(generator.permutation(len(block))).split(self.config.batch)
+                # To gather a batch takes all cores, and to put rows into their places as they are read would take one.
+                for which in order[done:]:
+                    x = torch.empty(len(which), block.shape[1], dtype=block.dtype, pin_memory=pinned)
+                    yield torch.index_select(block, 0, which, out=x).to(self.device, non_blocking=True)
 
     def _blocks(self) -> Generator[Tensor]:
-        """Blocks of shuffled rows, from that of the next step to that of the last."""
-        batch, d_in, per = self.config.batch, self.held_out.shape[1], self.config.buffer // self.config.batch
-        step = self.step
-        while step < self.config.steps:
-            epoch, place = divmod(step, self._epoch)
-            first = place // per * per
-            rows = min(per, self._epoch - first, self.config.steps - epoch * self._epoch - first) * batch
-            order = torch.from_numpy(np.random.default_rng((self.config.seed, epoch, first)).permutation(rows))
-            block = torch.empty(rows, d_in, dtype=self.held_out.dtype, pin_memory=self.device.type == "cuda")
-            filled = 0
-            for found in self.source.read(self.config.held_out + first * batch, rows):
-                block.index_copy_(0, order[filled : filled + len(found)], found)
+        """Blocks of rows in the order of the source, from that of the next step to that of the last."""
+        for _, first, steps, _ in self._spans():
+            begin, count, filled = self.config.held_out + first * self.config.batch, steps * self.config.batch, 0
+            block = torch.empty(count, self.held_out.shape[1], dtype=self.held_out.dtype)
+            for found in self.source.read(begin, count):
+                block[filled : filled + len(found)] = found
                 filled += len(found)
                 if self._stopped:
                     return
-            if filled < rows:
+            if filled < count:
                 raise ValueError(
-                    f"train: the source must have {rows} rows from row {self.config.held_out + first * batch} on for "
-                    f"{self.config.steps} steps, got {filled}. Give fewer steps."
+                    f"train: the source must have {count} rows from row {begin} on for {self.config.steps} steps, got "
+                    f"{filled}. Give fewer steps."
                 )
             yield block
-            step += rows // batch - (place - first)
+
+    def _spans(self) -> Iterator[tuple[int, int, int, int]]:
+        """Of each block from that of the next step on: its epoch, its first step in it, its steps, and those done."""
+        per, step = self.config.buffer // self.config.batch, self.step
+        while step < self.config.steps:
+            epoch, place = divmod(step, self._epoch)
+            first = place // per * per
+            count = min(per, self._epoch - first, self.config.steps - epoch * self._epoch - first)
+            yield epoch, first, count, place - first
+            step += count - (place - first)
 
     def _evaluated(self, model: Any) -> dict[str, Any]:
-        found = evaluate(model, self.held_out, self.config.batch)
+        found = evaluate_sae(model, self.held_out, self.config.batch)
         if callable(losses := getattr(self.given, "losses", None)):
 
             def reconstructed(rows: Tensor) -> Tensor:
@@ -360,7 +367,7 @@ class SAERun(Resumable):
 
 
 @torch.no_grad()
-def evaluate(model: Any, rows: Tensor, batch: int = 4096) -> dict[str, Any]:
+def evaluate_sae(model: Any, rows: Tensor, batch: int = 4096) -> dict[str, Any]:
     """An autoencoder on rows that it was not trained on.
 
     Args:
@@ -373,7 +380,7 @@ def evaluate(model: Any, rows: Tensor, batch: int = 4096) -> dict[str, Any]:
         never fire; `"density"`, a histogram in 60 bins from -6 to 0 of the logarithm to base 10 of firing rates, the
         shares of rows in which a latent fires.
 
-    >>> evaluate(gossamer.nn.TopKSAE(4, 16, k=2).eval(), torch.randn(32, 4))["l0"] <= 2
+    >>> evaluate_sae(gossamer.nn.TopKSAE(4, 16, k=2).eval(), torch.randn(32, 4))["l0"] <= 2
     True
     """
     fired, error = torch.zeros(model.d_sae, dtype=torch.int64, device=model.W_enc.device), 0.0
