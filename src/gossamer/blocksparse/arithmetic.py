@@ -166,8 +166,8 @@ class Arithmetic:
         # A compiler knows no names of the functions themselves.
         pair = _OPERATORS.get(func) or _OPERATORS.get(name)
         if pair is not None and len(args) == 2 and not kwargs:
-            own = isinstance(args[0], cls)
-            return getattr(args[not own], pair[not own])(args[own])
+            left, right = args
+            return getattr(left, pair[0])(right) if isinstance(left, cls) else getattr(right, pair[1])(left)
         # Options that a reduction does not have are refused below.
         fits = name not in _REDUCTIONS or {*(kwargs or ())} <= {"dim"}
         if args and isinstance(args[0], cls) and name in _METHODS and fits:
