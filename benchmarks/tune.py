@@ -23,6 +23,7 @@ from torch import Tensor
 from benchmarks.engine.command import command_line
 from benchmarks.engine.timing import burst, capture
 from benchmarks.provenance import provenance
+from gossamer._core.operator import forget
 
 Calls = dict[str, Callable[[], Any]]
 Change = tuple[Any, str, Any]
@@ -37,11 +38,13 @@ def replaced(*changes: Change) -> Iterator[None]:
     before = [(owner, name, getattr(owner, name)) for owner, name, _ in changes]
     for change in changes:
         setattr(*change)
+    forget()
     try:
         yield
     finally:
         for change in before:
             setattr(*change)
+        forget()
 
 
 def under(call: Callable[[], Any], *changes: Change) -> Callable[[], Any]:

@@ -9,6 +9,7 @@ import json
 import shlex
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -16,17 +17,19 @@ import hypothesis
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 import gossamer
 from benchmarks.provenance import commit
-from gossamer._core import tuning
+from gossamer._core import replay, tuning
+from gossamer._core.operator import forget
 from gossamer._core.ops import INTERPRET
 from gossamer.cli import environment
 
 MODE = "interpreter" if INTERPRET else "gpu" if torch.cuda.is_available() else "cpu"
 SOURCES = Path(gossamer.__file__).parent
 INTERPRETED = {folder.parent.name for folder in SOURCES.glob("*/_triton")}
-INTERPRETED_TOO = (Path("test_empty.py"), Path("test_strides.py"), Path("_core/test_launch.py"))
+INTERPRETED_TOO = tuple(map(Path, ("test_empty.py", "test_strides.py", "_core/test_launch.py", "_core/test_replay.py")))
 DTYPES = (torch.float32, torch.float16) if INTERPRET else (torch.float32, torch.float16, torch.bfloat16)
 
 if INTERPRET:
@@ -171,18 +174,27 @@ def h200(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(autouse=True)
+def forgotten() -> None:
+    """No operator repeats launches of another test, which may have changed what a launcher follows from."""
+    forget()
+
+
+@pytest.fixture(autouse=True)
 def poison(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Fills new memory with NaN or a large integer, so that an element that nobody writes shows."""
     if "compiled" in request.fixturenames:
         return
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+    for kind, allocate in replay.EMPTY.items():
+        monkeypatch.setitem(replay.EMPTY, kind, poisoned(allocate))
 
 
 def poisoned(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
     def call(*args: Any, **kwargs: Any) -> torch.Tensor:
         out = allocate(*args, **kwargs)
-        with torch.no_grad():
+        # A recorder of launches takes no step for its own but the allocation.
+        with torch.no_grad(), _disable_current_modes() if replay.recorders else nullcontext():
             if out.is_floating_point():
                 out.fill_(float("nan"))
             elif out.dtype is not torch.bool and not out.is_complex():

@@ -120,7 +120,7 @@ def inputs(
     mask = torch.rand(heads[0], -(-t // block), -(-tk // block), device=tune.DEVICE, generator=g) < density
     mask[..., 0] = True
     limits = torch.tensor([tk - tk // 9, tk // 5][:b], device=tune.DEVICE, dtype=torch.int32) if lengths else None
-    problem = Problem(b, *heads, t, tk, d, (False, True), (block, block), causal, d**-0.5)
+    problem = Problem(b, *heads, t, tk, d, d, (False, True), (block, block), causal, d**-0.5)
     return Inputs(q, k, v, grad, Layout.from_mask(mask, block, size=(t, tk)), limits, problem)
 
 

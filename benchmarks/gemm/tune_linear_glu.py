@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from benchmarks import tune
 from gossamer import gemm
 from gossamer._core import tuning
-from gossamer._core.launch import Plans, Tile
+from gossamer._core.launch import Tile
 from gossamer.gemm._gluon import linear_glu as kernel
 from gossamer.gemm._triton import linear_glu as usual
 
@@ -47,10 +47,9 @@ ROW_TILES = [(256, 1), (512, 1), (1024, 1), (1024, 2), (2048, 1), (2048, 2), (40
 def variants(m: int) -> dict[str, tuple[tune.Change, ...]]:
     """What to replace for each variant at m rows."""
     found: dict[str, tuple[tune.Change, ...]] = {"as it is": ()}
-    plans = (usual, "_plans", Plans())
     for inner, warps in ROW_TILES if m == 1 else ():
         tile = Tile({"BLOCK_K": inner, "VEC": 8}, warps)
-        found[f"row: {inner} of K, {warps} warps"] = ((usual, "row_tile", lambda k, size, tile=tile: tile), plans)
+        found[f"row: {inner} of K, {warps} warps"] = ((usual, "row_tile", lambda k, size, tile=tile: tile),)
     on_hopper = itertools.product(*(((4,), (16,)) if m <= 1024 else ((3, 4), (8, 16))), SCHEDULES)
     for stages, group, schedule in on_hopper if CUDA and m > 1 else ():
         found[f"{stages} stages, {group} rows, {schedule}"] = (
@@ -58,7 +57,6 @@ def variants(m: int) -> dict[str, tuple[tune.Change, ...]]:
             (kernel, "tile_rows", lambda m, stages=stages: (64, 5) if m <= 64 else (128, stages)),
             (kernel, "schedule", SCHEDULES[schedule]),
             (usual, "choose_path", lambda *_: "hopper"),
-            plans,
         )
     return found
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from benchmarks import tune
 from gossamer import gemm, sae
-from gossamer._core.launch import Plans, Tile
+from gossamer._core.launch import Tile
 from gossamer.rowsparse._triton import list_entries, matmul, overflow, pack, sampled_matmul, transpose, unpack
 from gossamer.rowsparse.records import Matmul, MatmulBwd, SampledMatmul, TransposeKeys
 from gossamer.sae._triton import decode, encode
@@ -59,7 +59,6 @@ def one_launch(results: tune.Results) -> None:
                     lambda n, size, groups=groups, **_: {"BLOCK": groups * 16 // size, "VEC": 16 // size},
                 ),
                 (decode, "gather_tile", lambda *_, e=e, columns=columns: {"BLOCK_E": e, "BLOCK_D": columns}),
-                (decode, "_plans", Plans()),
             )
             calls[f"{groups} groups, {e} entries x {columns} columns"] = tune.under(call, *changes)
         results.add(f"one launch {m}, {n}, {d}, {l0}", tune.replayed(calls), best=10, against="as shipped")
@@ -74,8 +73,7 @@ def gather(results: tune.Results) -> None:
         calls: tune.Calls = {"as shipped": call}
         for e, size in itertools.product((1, 2, 4, 8), (128, 256, 512, 1024)):
             tile = {"BLOCK_E": e, "BLOCK_D": size // dtype.itemsize}
-            changes = ((matmul, "gather_tile", lambda *_, tile=tile: tile), (matmul, "_plans", Plans()))
-            calls[f"{e} entries x {size} bytes"] = tune.under(call, *changes)
+            calls[f"{e} entries x {size} bytes"] = tune.under(call, (matmul, "gather_tile", lambda *_, tile=tile: tile))
         calls = tune.sound(calls, acts.double() @ w.double())
         results.add(f"gather {dtype}", tune.replayed(calls), best=10, against="as shipped")
 

@@ -121,25 +121,6 @@ def test_nothing_waits_in_a_graph(capturing: list[bool]) -> None:
     assert log == [("compiled alone", "a")]
 
 
-def test_a_plan_launches_nothing_while_kernels_compile(capturing: list[bool]) -> None:
-    log: list[tuple[str, str]] = []
-    a, b = (launch.Kernel(fn) for fn in _kernels(log, "a", "b", side_by_side=False).values())
-    x = torch.zeros(16)
-    a((1, 1, 1), (x,), {})
-    bound = a((1, 1, 1), (x,), {}, head=1)
-    plans = launch.Plans()
-    plans._kept["key"] = launch.Plan((bound,), x.device, 0, ())
-    found = []
-
-    @together
-    def function() -> None:
-        found.append(plans.get("key", None, 0) is not None)
-        b((1, 1, 1), (x,), {})
-
-    function()
-    assert found == [True, False, True]
-
-
 def test_errors_are_those_of_the_launch(capturing: list[bool]) -> None:
     log: list[tuple[str, str]] = []
     fns = _kernels(log, "a", "b", side_by_side=False)

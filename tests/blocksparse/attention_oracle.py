@@ -53,16 +53,17 @@ def elements(layout: Layout, b: int, h: int) -> Tensor:
 
 def problem(
     device: torch.device, dtype: torch.dtype, lead: tuple[int, ...], block: tuple[int, int], size: tuple[int, int],
-    heads: tuple[int, int], d: int, density: float = 0.5, capacity: int | None = None,
+    heads: tuple[int, int], d: int, density: float = 0.5, capacity: int | None = None, dv: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Layout]:  # fmt: skip
-    """q, k, v, a gradient, and a random layout whose first row is empty; B is 2."""
+    """q, k, v of width `dv` (None: d), a gradient, and a random layout whose first row is empty; B is 2."""
     g = torch.Generator(device).manual_seed(0)
     rows, cols = -(-size[0] // block[0]), -(-size[1] // block[1])
     mask = torch.rand(*lead, rows, cols, device=device, generator=g) < density
     mask[..., 0, :] = density == 1
     layout = Layout.from_mask(mask, block, size=size, capacity=capacity)
-    shapes = ((heads[0], size[0]), (heads[1], size[1]), (heads[1], size[1]), (heads[0], size[0]))
-    q, k, v, grad = (torch.randn(2, n, t, d, device=device, generator=g).to(dtype) for n, t in shapes)
+    of_q, of_k, wide = (heads[0], size[0]), (heads[1], size[1]), d if dv is None else dv
+    shapes = ((*of_q, d), (*of_k, d), (*of_k, wide), (*of_q, wide))
+    q, k, v, grad = (torch.randn(2, *shape, device=device, generator=g).to(dtype) for shape in shapes)
     return q, k, v, grad, layout
 
 

@@ -193,18 +193,19 @@ def test_padding_behind_a_length_is_not_read(device: torch.device) -> None:
         assert bool(x.isfinite().all()) and bool((x.masked_select(behind.expand_as(x)) == 0).all())
 
 
-PROBLEM = attention_path.Problem(1, 16, 16, 8192, 8192, 64, (False, True), (64, 64), False, 0.125)
+PROBLEM = attention_path.Problem(1, 16, 16, 8192, 8192, 64, 64, (False, True), (64, 64), False, 0.125)
 
 
 @pytest.mark.parametrize(
     "change, dtype, plain, path",
     [
         ({}, torch.bfloat16, True, "hopper"),
-        ({"d": 128, "block": (128, 64)}, torch.float16, True, "hopper"),
+        ({"d": 128, "dv": 128, "block": (128, 64)}, torch.float16, True, "hopper"),
         ({}, torch.float32, True, "tiles"),
         ({}, torch.bfloat16, False, "tiles"),
-        ({"d": 68}, torch.bfloat16, True, "tiles"),
-        ({"d": 136}, torch.bfloat16, True, "tiles"),
+        ({"d": 68, "dv": 68}, torch.bfloat16, True, "tiles"),
+        ({"d": 136, "dv": 136}, torch.bfloat16, True, "tiles"),
+        ({"dv": 128}, torch.bfloat16, True, "tiles"),
         ({"scale": -0.1}, torch.bfloat16, True, "tiles"),
         ({"block": (64, 32)}, torch.bfloat16, True, "tiles"),
         ({"tq": 1}, torch.bfloat16, True, "split"),
@@ -218,6 +219,32 @@ def test_choose_path(change, dtype: torch.dtype, plain: bool, path: str, monkeyp
         monkeypatch.setattr(tuning, "hopper", lambda device, hopper=hopper: hopper)
         wanted = path if hopper or path == "split" else "tiles"
         assert attention_path.path_for(replace(PROBLEM, **change), dtype, device, plain) == wanted
+
+
+WIDTHS = [
+    # leading dimensions of the layout, block, (Tq, Tk), (H, Hk), D, Dv
+    ((2, 1), (16, 32), (40, 70), (4, 2), 24, 16),
+    ((), (16, 16), (48, 40), (2, 1), 5, 40),
+    ((1, 2), (64, 64), (70, 130), (2, 2), 48, 32),
+]
+
+
+@pytest.mark.parametrize("lead, block, size, heads, d, dv", WIDTHS, ids=str)
+def test_values_of_another_width(lead, block, size, heads, d, dv, dtype: torch.dtype, device: torch.device) -> None:
+    """As in multi-head latent attention; alone, and beside a bias, relative positions and lengths."""
+    given = problem(device, dtype, lead, block, size, heads, d, dv=dv)
+    check(*given, causal=True)
+    tq, tk = size
+    bias = torch.randn(1, heads[0], tq, tk, device=device, dtype=dtype).requires_grad_()
+    lengths = torch.tensor([tk - 7, tk], device=device)
+    check(*given, bias=bias, lengths=lengths, terms=terms_for(device, dtype, tq, tk, d, heads[0])[:1])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [(1024, 1024), (3, 8192)], ids=str)
+@pytest.mark.parametrize("d, dv", [(192, 128), (128, 64), (64, 256)])
+def test_values_of_another_width_at_full_size(d: int, dv: int, size, dtype: torch.dtype, device: torch.device) -> None:
+    check(*problem(device, dtype, (2, 1), (64, 64), size, (4, 2), d, dv=dv), causal=True)
 
 
 def test_few_queries_meet_many_keys(dtype: torch.dtype, device: torch.device, scale: int) -> None:
@@ -270,6 +297,21 @@ def test_special_values(device: torch.device) -> None:
     assert bool(out[1].isfinite().all())
 
 
+@pytest.mark.parametrize("d, dv", [(0, 4), (4, 0)])
+def test_no_columns(d: int, dv: int, device: torch.device) -> None:
+    """Of q and k: the mean of the values; or of v: the log-sum-exp, whose gradients reach q and k."""
+    q, k, v, grad, layout = problem(device, torch.float32, (), (16, 16), (32, 32), (2, 1), d, 1.0, dv=dv)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out, lse = attention(*leaves, layout, return_lse=True)
+    s = q @ k.transpose(2, 3) * max(d, 1) ** -0.5
+    torch.testing.assert_close(out, s.softmax(-1) @ v)
+    torch.testing.assert_close(lse, s.logsumexp(-1))
+    ours = torch.autograd.grad([out, lse], leaves, [grad, lse.detach()])
+    want = torch.autograd.grad([s.softmax(-1) @ v, s.logsumexp(-1)], leaves, [grad, lse.detach()])
+    for a, b in zip(ours, want):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("b, h, tq, tk, d", [(0, 2, 8, 8, 4), (2, 2, 0, 8, 4), (2, 2, 8, 0, 4), (1, 1, 8, 8, 0)])
 def test_empty_input(b: int, h: int, tq: int, tk: int, d: int, device: torch.device) -> None:
     layout = Layout.from_mask(torch.ones(-(-tq // 16), -(-tk // 16), device=device).bool(), 16, size=(tq, tk))
@@ -318,7 +360,7 @@ def test_autocast(device: torch.device) -> None:
         ({"layout": torch.ones(2, 2)}, TypeError, "layout must be a Layout of blocksparse, got Tensor"),
         ({"q": torch.ones(2, 32, 8)}, ValueError, r"q and k must have shape \[B, H, T, D\]"),
         ({"k": torch.ones(1, 2, 32, 4), "v": torch.ones(1, 2, 32, 4)}, ValueError, "with B = 1 and D = 8 like q"),
-        ({"v": torch.ones(1, 2, 31, 8)}, ValueError, r"v must have shape \[B, Hk, Tk, D\] .* got \[1, 2, 31, 8\]"),
+        ({"v": torch.ones(1, 2, 31, 8)}, ValueError, r"v must have shape \[B, Hk, Tk, Dv\] .* got \[1, 2, 31, 8\]"),
         ({"q": torch.ones(1, 3, 32, 8)}, ValueError, "heads of k must divide the 3 heads of q, got 2"),
         ({"q": torch.ones(1, 2, 33, 8)}, ValueError, "layout must be of 33 x 32 elements like q and k, got 32 x 32"),
         ({"q": torch.ones(1, 2, 32, 8).half()}, TypeError, "q, k and v must have one dtype, got float16, float32"),

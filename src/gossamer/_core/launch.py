@@ -8,16 +8,18 @@ straight to the compiled kernel.
 import itertools
 import sys
 import threading
-from collections.abc import Hashable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import nullcontext, suppress
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gossamer._core.compiling import NotCompiled, walk, walking
 from gossamer._core.ops import INTERPRET
+from gossamer._core.replay import Epoch, Recorder, alone, recorders
 
 _HIP = torch.version.hip is not None
 _INT32 = (1 << 31) - 1
@@ -73,13 +75,8 @@ class Kernel:
         num_stages: int = 2,
         maxnreg: int | None = None,
         launch_pdl: bool = False,
-        head: int = 0,
-    ) -> "Bound | None":
+    ) -> None:
         """Launches over `grid` on the current stream of the device that holds the first argument.
-
-        Returns the launch with all but its first `head` arguments bound, for callers that keep it. Returns None if a
-        repetition has to call the kernel again: in the interpreter, and for misaligned pointers on whose alignment
-        Triton specialises.
 
         `maxnreg` bounds a thread's registers on NVIDIA GPUs, where more programs at once matter more than a spill.
         With `launch_pdl` the kernel may start while the kernel before it on the stream drains (programmatic dependent
@@ -87,6 +84,9 @@ class Kernel:
         """
         # A tensor descriptor names its tensor `base`.
         device = getattr(args[0], "base", args[0]).device.index
+        given = args
+        if recorders:
+            args = [int(arg) if type(arg) is Epoch else arg for arg in args]
         pointers: list[Any] = []
         kinds: list[Any] = []
         bits = 0
@@ -112,8 +112,12 @@ class Kernel:
         key = (*kinds, *meta.values(), device, misaligned, num_warps, num_stages, maxnreg, launch_pdl)
         if INTERPRET:
             hash(key)
-            self.fn[grid](*args, **meta)
-            return None
+            # The interpreter calls PyTorch, which is no step of the launcher.
+            with _disable_current_modes() if recorders else nullcontext():
+                self.fn[grid](*args, **meta)
+            if recorders:
+                _record((self._interpret, ()), grid, given, meta, misaligned)
+            return
         previous = torch._C._cuda_getDevice()
         guard = device != previous
         if guard:
@@ -132,15 +136,19 @@ class Kernel:
                 if walk.pool is not None:
                     if launch is None:
                         walk.submit((self, key), self._compile, key, device, args, {**meta, **options})
-                    return None
+                    return
                 launch = self._keep(key, self.fn[grid](*args, **meta, **options))
             else:
                 run, arguments = launch
                 run(*grid, torch._C._cuda_getCurrentRawStream(device), *arguments, *pointers, *meta.values())
+            if recorders:
+                _record(launch, grid, given, meta, misaligned)
         finally:
             if guard:
                 torch.cuda.set_device(previous)
-        return None if misaligned or not head else Bound(launch, grid, (*pointers[head:], *meta.values()), args[head:])
+
+    def _interpret(self, x: int, y: int, z: int, _: int, *args: Any) -> None:
+        self.fn[x, y, z](*args)
 
     def _keep(self, key: Hashable, compiled: Any) -> tuple[Any, tuple[Any, ...]]:
         """The functions of later launches. Reading `run` loads the kernel, and builds its launcher if it has one."""
@@ -155,6 +163,29 @@ class Kernel:
         self._keep(key, self.fn.run(*args, grid=(1,), warmup=True, **options))
 
 
+def _recorder() -> Recorder | None:
+    return recorders.get(threading.get_ident()) if recorders else None
+
+
+def _recorded(maker: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Memory that a recorder asks the maker for anew."""
+    recorder = _recorder()
+    if recorder is None:
+        return maker(*args)
+    with _disable_current_modes():
+        made = alone(maker(*args))
+    recorder.keep(made, maker, *args)
+    return made
+
+
+def _record(launch: Any, grid: tuple[int, int, int], args: Any, meta: dict[str, Any], misaligned: bool) -> None:
+    recorder = _recorder()
+    if recorder is not None:
+        recorder.add(launch, grid, args, meta)
+        if misaligned:
+            recorder.refuse()
+
+
 class Tile(NamedTuple):
     """The tile of a kernel: the sizes it is compiled with, warps and stages, and the most registers of a thread."""
 
@@ -167,23 +198,6 @@ class Tile(NamedTuple):
     def options(self) -> dict[str, Any]:
         """The options of a launch beside the sizes."""
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
-
-
-class Bound:
-    """A compiled launch that takes a stream and its leading arguments, pointers as integers: 4 us instead of 18. The
-    tensors among the others stay alive."""
-
-    __slots__ = ("_arguments", "_kept", "_run", "_tail")
-
-    def __init__(
-        self, launch: tuple[Any, tuple[Any, ...]], grid: tuple[int, int, int], tail: tuple[Any, ...], kept: Any
-    ) -> None:
-        self._run, self._arguments = launch
-        self._tail, self._kept = (grid, tail), kept
-
-    def __call__(self, stream: int, *head: Any) -> None:
-        grid, tail = self._tail
-        self._run(*grid, stream, *self._arguments, *head, *tail)
 
 
 def _named(fn: Any, option: str) -> frozenset[int]:
@@ -227,78 +241,6 @@ def in_graph_pool(device: torch.device) -> bool:
     return manager is not None and manager.stream == torch.cuda.current_stream()
 
 
-class Call(NamedTuple):
-    """The identity of a call: `key` of all that launches follow from; pointers of its operands, and these united bit by
-    bit."""
-
-    key: Hashable
-    pointers: list[int | None]
-    addresses: int
-
-
-def call_of(operands: Sequence[Tensor | None], *options: Hashable) -> Call:
-    """The call of these operands."""
-    found: list[Any] = [options, torch.get_float32_matmul_precision()]
-    pointers: list[int | None] = []
-    united = 0
-    for t in operands:
-        if t is None:
-            found.append(None)
-            pointers.append(None)
-        else:
-            pointer = t.data_ptr()
-            found.append((t.shape, t.stride(), t.dtype, t.get_device()))
-            pointers.append(pointer)
-            united |= pointer
-    return Call(tuple(found), pointers, united)
-
-
-class Plan:
-    """The launches of one shape on one stream, bound to all but their pointers, and memory that is theirs alone.
-
-    With `words` the launches signal through flags of their own, so that another operator's epochs cannot meet them. A
-    caller takes `lock`, and `epochs.next()` for each round, because two threads on one stream launch in the order of
-    their epochs. `addresses` are the addresses of `memory`, with None for missing tensors.
-    """
-
-    __slots__ = ("addresses", "epochs", "flags", "launches", "lock", "memory")
-
-    def __init__(self, launches: Sequence[Any], device: torch.device, words: int, memory: Sequence[Any]):
-        self.launches, self.memory = launches, (torch.zeros(words, dtype=torch.int64, device=device), *memory)
-        self.flags, *self.addresses = (None if t is None else t.data_ptr() for t in self.memory)
-        self.epochs, self.lock = Epochs(), threading.Lock()
-
-
-class Plans:
-    """The plans that a function keeps to repeat calls: host time is most of a small call. The number of plans is
-    bounded, because a plan may hold device memory."""
-
-    __slots__ = ("_kept",)
-    _MOST = 64
-
-    def __init__(self) -> None:
-        self._kept: dict[Hashable, Plan] = {}
-
-    def get(self, key: Hashable, index: int, addresses: int) -> Plan | None:
-        """A plan whose launches may be used on device `index`, the current one, where nothing captures its stream and
-        the pointers, united bit by bit, are aligned as the kernels were compiled for."""
-        plan = self._kept.get(key)
-        if plan is None or addresses % 16 or torch._C._cuda_getDevice() != index:
-            return None
-        return None if walk.pool is not None or torch._C._cuda_isCurrentStreamCapturing() else plan
-
-    def keep(
-        self, key: Hashable, device: torch.device, *launches: Any, words: int = 0, memory: Sequence[Any] = ()
-    ) -> None:
-        """Makes a plan of launches. Makes none if the first launch is None, because the kernel must be called again
-        each time, or if memory that is allocated now may not outlive the call."""
-        if launches[0] is None or device.index != torch.cuda.current_device() or in_graph_pool(device):
-            return
-        if len(self._kept) >= self._MOST:
-            self._kept.clear()
-        self._kept[key] = Plan(launches, device, words, memory)
-
-
 class Flags:
     """Words of device memory through which the programs of one launch signal each other.
 
@@ -312,6 +254,15 @@ class Flags:
 
     def get(self, words: int, device: torch.device) -> tuple[Tensor, int]:
         """(int64 buffer of at least `words`, epoch of this launch)"""
+        recorder = _recorder()
+        if recorder is None:
+            return self._next(words, device)
+        with _disable_current_modes():
+            buffer, epoch = self._next(words, device)
+            buffer = alone(buffer)
+        return buffer, recorder.signals(buffer, epoch, self._next, words, device)
+
+    def _next(self, words: int, device: torch.device) -> tuple[Tensor, int]:
         if in_graph_pool(device):
             return torch.zeros(words, dtype=torch.int64, device=device), 1
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
@@ -354,6 +305,9 @@ class Counters:
 
     def get(self, words: int, device: torch.device) -> Tensor:
         """int32 buffer of at least `words`, all 0."""
+        return _recorded(self._get, words, device)
+
+    def _get(self, words: int, device: torch.device) -> Tensor:
         ahead = self._ahead.setdefault(device, [])
         if in_graph_pool(device):
             # Not in the eager run with which Inductor warms up, for those words would be gone for good.
@@ -381,12 +335,14 @@ class Scratch:
 
     def get(self, words: int, device: torch.device) -> Tensor:
         """float32 buffer of at least `words`, with anything in it."""
+        return _recorded(self._get, words, device)
+
+    def _get(self, words: int, device: torch.device) -> Tensor:
         if in_graph_pool(device):
             return torch.empty(words, dtype=torch.float32, device=device)
         key = (device, torch._C._cuda_getCurrentRawStream(device.index))
         buffer = self._streams.get(key)
         if buffer is None or buffer.numel() < words:
-            # Plans keep the smaller buffers: doubling bounds the memory of all of them.
             size = max(words, 0 if buffer is None else 2 * buffer.numel())
             buffer = self._streams[key] = torch.empty(size, dtype=torch.float32, device=device)
         return buffer

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, ops
 from gossamer._core.ranges import span, watched
+from gossamer._core.replay import Repeated
 
 Strided = Annotated[Tensor, "strided"]
 """A field that reaches the launcher with any strides. The launcher gets every other tensor contiguous."""
@@ -47,6 +48,7 @@ class Operator(Generic[Record]):
         self.name, self.record, self.overload = f"{room}.{name.removeprefix(room + '_')}", record, overload
         self.choose_path, self.paths = choose_path, paths
         self._tensors = _picker([place for place, hint in enumerate(_hints(record)) if "Tensor" in _word(hint)])
+        self.repeated: Repeated | None = None
         self._run: dict[str, Callable[..., Any]] = {}
         self._apply: dict[str, Callable[..., Any]] = {}
 
@@ -73,6 +75,11 @@ class Operator(Generic[Record]):
             return self._apply[device](*call)
         return run(call)
 
+    def again(self, call: Record) -> Any:
+        """The results of a call on a GPU whose like was recorded, or None, and nothing computed. The caller knows that
+        no gradient is needed, that nothing listens to the dispatcher, and that autocast is off."""
+        return None if self.repeated is None else self.repeated(call, only=True)
+
 
 def register(
     record: type[Record],
@@ -86,13 +93,13 @@ def register(
     keep: Callable[[Record, Any], tuple[Any, ...]] | None = None,
     differentiable: int | None = None,
     once_differentiable: str | None = None,
+    repeats: bool = False,
 ) -> Callable[[Callable[..., Callable[[Record], Any]]], Operator[Record]]:
     """Decorates the function that imports an operator's GPU launcher, and makes it the operator.
 
     The first call on a GPU calls the decorated function, so that a machine without one never imports Triton. The
     function returns a launcher, which takes the record. With a parameter, the function gets the path of a call and
-    returns the path's launcher. Without a parameter, the launcher calls `choose_path` itself: a launcher that keeps
-    prepared launches does so once for many calls.
+    returns the path's launcher. Without a parameter, the launcher calls `choose_path` itself.
 
     Args:
         record: a `NamedTuple` of the arguments. `SparseAttention` makes the operator "sparse_attention".
@@ -109,6 +116,10 @@ def register(
         differentiable: the number of leading results that have a gradient; None for all that are floating.
         once_differentiable: the public function that has no second derivatives. `backward` then refuses to be
             differentiated, and an operator without `backward`, a step of a backward pass, refuses as well.
+        repeats: whether equal calls on a GPU repeat the launches of the first ones (see `replay`). The launcher then
+            follows from the call alone: from shapes, strides, dtypes, the device, the precision of float32 products
+            and the arguments that are no tensors. It launches by `launch.Kernel` on the current stream, passes no
+            address as an int, and does not compute with an epoch of `flags`.
     """
 
     def decorate(launchers: Callable[..., Callable[[Record], Any]]) -> Operator[Record]:
@@ -120,6 +131,10 @@ def register(
         if paths is not None:
             PATHS[operator.name] = {**PATHS.get(operator.name, {}), **paths}
         launch = _launcher(operator, launchers)
+        if repeats:
+            tensors = [place for place, hint in enumerate(_hints(record)) if "Tensor" in _word(hint)]
+            others = [place for place in range(len(_hints(record))) if place not in tensors]
+            launch = operator.repeated = Repeated(launch, operator._tensors, tensors, _picker(others))
         operator._run = {
             "cpu": _without_autocast(launch if ops.INTERPRET else cpu, "cpu"),
             "cuda": _without_autocast(launch, "cuda"),
@@ -138,6 +153,13 @@ def register(
         return operator
 
     return decorate
+
+
+def forget() -> None:
+    """No operator repeats the launches of an earlier call: for tests and benchmarks that change constants."""
+    for operator in OPERATORS.values():
+        if operator.repeated is not None:
+            operator.repeated.forget()
 
 
 def schema_of(record: Any, returns: Any) -> str:

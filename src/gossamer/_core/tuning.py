@@ -78,8 +78,9 @@ def programs(device: torch.device) -> int:
 
 @torch.compiler.assume_constant_result
 def tf32() -> bool:
-    """Whether float32 products may use TF32, by `torch.set_float32_matmul_precision`."""
-    return torch.get_float32_matmul_precision() != "highest"
+    """Whether float32 products may use TF32, by `torch.set_float32_matmul_precision` or
+    `torch.backends.cuda.matmul.fp32_precision`."""
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"
 
 
 def dot_precision(operand: Tensor, inner: int) -> dict[str, Any]:

@@ -124,6 +124,7 @@ def _backward(call: IndexerScores, kept: Any, grads: Any, needs: Any) -> Mapping
     backward=_backward,
     saved=("q", "k", "w", "bias", "lengths"),
     once_differentiable="attention.indexer_scores",
+    repeats=True,
 )
 def _indexer_scores() -> Any:
     from gossamer.attention._triton.indexer_scores import indexer_scores

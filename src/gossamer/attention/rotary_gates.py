@@ -90,7 +90,7 @@ def _backward(call: RotaryGates, kept: Any, grads: Any, needs: Any) -> Mapping[s
 
 @register(
     RotaryGates, cpu=_cpu.rotary_gates, fake=_fake, backward=_backward, saved=("y", "cos", "sin"), keep=_shapes,
-    once_differentiable=OPERATOR,
+    once_differentiable=OPERATOR, repeats=True,
 )  # fmt: skip
 def _rotary_gates() -> Any:
     from gossamer.attention._triton.rotary_gates import rotary_gates
@@ -103,6 +103,7 @@ def _rotary_gates() -> Any:
     cpu=_cpu.rotary_gates_bwd,
     fake=lambda call: call.y.new_empty(call.y.shape),
     once_differentiable=OPERATOR,
+    repeats=True,
 )
 def _rotary_gates_bwd() -> Any:
     from gossamer.attention._triton.rotary_gates import rotary_gates_bwd

@@ -228,7 +228,7 @@ def _fake(call: SelectTopk) -> Tensor:
     return q.new_empty((q.shape[0], 1, -(-q.shape[2] // QUERIES), k.shape[1]), dtype=torch.int64)
 
 
-@register(SelectTopk, cpu=_cpu.select_topk, fake=_fake)
+@register(SelectTopk, cpu=_cpu.select_topk, fake=_fake, repeats=True)
 def _select_topk() -> Any:
     from gossamer.attention._triton.select_topk import select_topk
 

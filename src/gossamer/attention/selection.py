@@ -285,14 +285,14 @@ def _fake_mask(call: MaskOfWords) -> Tensor:
     return words.new_empty((*words.shape[:2], call.num_queries, words.shape[3]), dtype=torch.bool)
 
 
-@register(WordsOfMask, cpu=_cpu.words_of_mask, fake=_fake_words)
+@register(WordsOfMask, cpu=_cpu.words_of_mask, fake=_fake_words, repeats=True)
 def _words_of_mask() -> Any:
     from gossamer.attention._triton.selection import words_of_mask
 
     return words_of_mask
 
 
-@register(MaskOfWords, cpu=_cpu.mask_of_words, fake=_fake_mask)
+@register(MaskOfWords, cpu=_cpu.mask_of_words, fake=_fake_mask, repeats=True)
 def _mask_of_words() -> Any:
     from gossamer.attention._triton.selection import mask_of_words
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
+from gossamer._core.calls import Checked, key_of
 from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.attention._torch import indexer_loss as _indexer
@@ -111,19 +112,26 @@ def sparse_attention(
     >>> sparse_attention(q, k, v, Selection.from_mask(torch.eye(3, dtype=torch.bool)[None])).shape
     torch.Size([1, 2, 3, 8])
     """
-    if page_table is None:
-        check(OPERATOR, q, k, v, selection, lengths)
-    else:
-        _check_pages(q, k, v, selection, page_table, lengths)
-        if needs_gradient(q, k, v) or indexer is not None:
-            raise NotImplementedError(
-                f"{OPERATOR}: gradients are not implemented with page_table. Give k and v in one piece, or use "
-                "torch.no_grad()."
-            )
-    scale = scale_of(OPERATOR, scale, q.shape[-1])
+    key = None
+    if isinstance(q, Tensor) and isinstance(selection, Selection) and not autocast.enabled(q.device):
+        operands = q, k, v, selection.words, lengths, page_table
+        key = key_of(operands, (selection.num_queries, path), (scale, causal))
+    settings = _checked.get(key)
+    if settings is None:
+        if page_table is None:
+            check(OPERATOR, q, k, v, selection, lengths)
+        else:
+            _check_pages(q, k, v, selection, page_table, lengths)
+        settings = scale_of(OPERATOR, scale, q.shape[-1]), _path(path, q, selection, page_table is not None)
+        _checked.keep(key, settings)
+    if page_table is not None and (needs_gradient(q, k, v) or indexer is not None):
+        raise NotImplementedError(
+            f"{OPERATOR}: gradients are not implemented with page_table. Give k and v in one piece, or use "
+            "torch.no_grad()."
+        )
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
-    chosen = _path(path, q, selection, page_table is not None)
+    scale, chosen = settings
     given = (q, k, v, selection.words, lengths, page_table, scale, causal, chosen)
     call = SparseAttention(*given, None, None, None, None, 1.0)
     if indexer is not None:
@@ -135,6 +143,8 @@ def sparse_attention(
 
 
 OPERATOR = "attention.sparse_attention"
+_checked: Checked[tuple[float, str]] = Checked()
+"""The scale and the path of calls that were checked."""
 FEW_QUERIES = 16
 
 
@@ -289,10 +299,6 @@ def _fake(call: SparseAttention) -> tuple[Tensor, Tensor]:
     return q.new_empty(b, tq, h, d).transpose(1, 2), q.new_empty((b, h, tq), dtype=wide)
 
 
-def _path_of(call: SparseAttention) -> Path:
-    return cast(Path, call.path)
-
-
 def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mapping[str, Tensor | None]:
     out, lse = kept
     grad, grad_lse = grads
@@ -315,12 +321,13 @@ def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mappi
     SparseAttention,
     cpu=_cpu.sparse_attention,
     fake=_fake,
-    choose_path=_path_of,
+    choose_path=lambda call: call.path,
     paths=PATHS,
     backward=_backward,
     saved=("q", "k", "v", "words", "lengths", "q_idx", "k_idx", "w", "bias"),
     keep=lambda call, results: results,
     once_differentiable=OPERATOR,
+    repeats=True,
 )
 def sparse_attention_operator() -> Any:
     from gossamer.attention._triton.sparse_attention import sparse_attention
@@ -333,6 +340,7 @@ def sparse_attention_operator() -> Any:
     cpu=_cpu.sparse_attention_bwd,
     fake=lambda call: tuple(x.new_empty(x.shape) for x in (call.q, call.k, call.v)),
     once_differentiable=OPERATOR,
+    repeats=True,
 )
 def _sparse_attention_bwd() -> Any:
     from gossamer.attention._triton.sparse_attention_bwd import sparse_attention_bwd

@@ -49,7 +49,7 @@ def attention(
         q: `[B, H, Tq, D]`, float, any strides, D up to 256. It, k and v may each be a `BlockSparseTensor`, whose absent
             blocks are zeros; it is made dense first, for its size is small beside that of the scores.
         k: `[B, Hk, Tk, D]`, the dtype and device of q; Hk divides H, and H / Hk neighbouring heads of q share a head.
-        v: like k.
+        v: `[B, Hk, Tk, Dv]`, like k but of any width, up to 256.
         layout: of `[..., rows, cols]` blocks of Tq x Tk elements, with leading dimensions that broadcast to `[B, H]`.
             Patterns such as `sliding_window` say which elements of a block take part, and no others do.
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
@@ -67,12 +67,12 @@ def attention(
             float64), differentiable.
 
     Returns:
-        `[B, H, Tq, D]` in the dtype of q, in memory as `[B, Tq, H, D]`, or a pair with the log-sum-exp.
+        `[B, H, Tq, Dv]` in the dtype of q, in memory as `[B, Tq, H, Dv]`, or a pair with the log-sum-exp.
 
     Raises:
         ValueError: shapes, devices or the layout do not fit.
         TypeError: dtypes differ, or something is no tensor or layout.
-        NotImplementedError: D above 256 on the GPU.
+        NotImplementedError: D or Dv above 256 on the GPU.
 
     Source: Dao 2023, "FlashAttention-2"; Schön and Tompits, blksprs (attention by blocks, on compressed operands, with
     relative information).
@@ -133,16 +133,18 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout, lengths: Tensor | No
             f"{_NAME}: q and k must have shape [B, H, T, D], got {list(q.shape)} and {list(k.shape)}. "
             "Add dimensions of 1 with unsqueeze."
         )
-    (b, h, tq, d), (bk, hk, tk, dk) = q.shape, k.shape
-    checks.shape(_NAME, "v", v, tuple(k.shape), "[B, Hk, Tk, D]", "like k")
+    (b, h, tq, d), (bk, hk, tk, dk), dv = q.shape, k.shape, v.shape[-1] if v.dim() else 0
+    checks.shape(_NAME, "v", v, (bk, hk, tk, dv), "[B, Hk, Tk, Dv]", "like k")
     if (bk, dk) != (b, d):
         raise ValueError(
             f"{_NAME}: k must have shape [B, Hk, Tk, D] with B = {b} and D = {d} like q, got {list(k.shape)}."
         )
     if hk != h and (hk == 0 or h % hk):
         raise ValueError(f"{_NAME}: the heads of k must divide the {h} heads of q, got {hk}.")
-    if q.is_cuda and d > _MAX_HEAD:
-        raise NotImplementedError(f"{_NAME}: on the GPU q must have D of at most {_MAX_HEAD}, got {d}.")
+    if q.is_cuda and max(d, dv) > _MAX_HEAD:
+        raise NotImplementedError(
+            f"{_NAME}: on the GPU q must have D, and v Dv, of at most {_MAX_HEAD}, got {d} and {dv}."
+        )
     if layout.size != (tq, tk):
         raise ValueError(
             f"{_NAME}: layout must be of {tq} x {tk} elements like q and k, got {layout.size[0]} x {layout.size[1]}. "
@@ -202,7 +204,7 @@ def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Any) -> Tensor |
 
 def _fake(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     lse = call.q.new_empty(call.q.shape[:-1], dtype=torch.promote_types(call.q.dtype, torch.float32))
-    return empty_like(call.q), lse
+    return empty_like(call.q, call.v.shape[-1]), lse
 
 
 def _fake_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, ...]:
@@ -231,6 +233,7 @@ def _backward(call: BlocksparseAttention, kept: Any, grads: Any, needs: Any) -> 
     saved=("q", "k", "v", "bias", "relative", "places", "lengths", "layout"),
     keep=lambda call, results: results,
     once_differentiable=_NAME,
+    repeats=True,
 )
 def _attention() -> Any:
     from gossamer.blocksparse._triton.attention import attention
@@ -245,6 +248,7 @@ def _attention() -> Any:
     choose_path=choose_path,
     paths=PATHS,
     once_differentiable=_NAME,
+    repeats=True,
 )
 def _attention_bwd() -> Any:
     from gossamer.blocksparse._triton.attention_backward import attention_bwd

@@ -1,7 +1,6 @@
 """The common part of the attention kernels of Triton and Gluon: configs, and the search of a layout's lists, all of it
 on single numbers. Only kernel files import this module, which needs Triton."""
 
-import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -30,9 +29,9 @@ class Tile(NamedTuple):
 class Config:
     """The properties that the kernels of one attention are compiled for, as one constexpr.
 
-    Blocks of the layout (`block_q` by `block_k`), the tile of a step, whether layout and bias have a matrix of their
-    own for each batch and head (and the bias a row for each query), and what is added to the scores: of `terms` terms
-    of relative positions, `window` numbers each.
+    Blocks of the layout (`block_q` by `block_k`), the tile of a step, the width of values (`dv`, 0 for that
+    of q), whether layout and bias have a matrix of their own for each batch and head (and the bias a row for each
+    query), and what is added to the scores: of `terms` terms of relative positions, `window` numbers each.
     """
 
     block_q: int
@@ -44,6 +43,8 @@ class Config:
     registers: int | None
     key_stages: int
     block_d: int
+    block_v: int
+    dv: int
     causal: bool
     layout_batch: bool
     layout_head: bool
@@ -63,12 +64,18 @@ class Config:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-@functools.lru_cache(1024)
 def config_of(p: Problem, tile: Tile, *added: Any) -> Config:
     """The config of kernels for a problem; `added` are its fields from `bias` on."""
     keys = tile.stages if tile.key_stages is None else tile.key_stages
-    fields: Any = (*p.block, *tile[:5], keys, launch.next_power_of_2(max(p.d, 16)), p.causal, *p.own, *added)
+    wide = *(launch.next_power_of_2(max(d, 16)) for d in (p.d, p.dv)), 0 if p.dv == p.d else p.dv
+    fields: Any = (*p.block, *tile[:5], keys, *wide, p.causal, *p.own, *added)
     return Config(*fields)
+
+
+@triton.jit
+def width_of(D, CONFIG: tl.constexpr):
+    """The width of values."""
+    return D if CONFIG.dv == 0 else CONFIG.dv
 
 
 @triton.jit

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Literal
 
@@ -16,8 +15,8 @@ from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttent
 Path = Literal["split", "hopper", "tiles"]
 PATHS: dict[Path, str] = {
     "split": "so few queries that programs are left: the keys of each query are cut among several programs",
-    "hopper": "16 bits on Hopper, heads of up to 128 columns, a multiple of 8, blocks from 64 on, a positive scale and "
-    "nothing added to the scores: kernels that the copy engine feeds",
+    "hopper": "16 bits on Hopper, heads of up to 128 columns, a multiple of 8 and as many in v, blocks from 64 on, a "
+    "positive scale and nothing added to the scores: kernels that the copy engine feeds",
     "tiles": "all other calls: tiles of queries that walk their lists of keys",
 }
 
@@ -25,7 +24,7 @@ PATHS: dict[Path, str] = {
 @dataclass(frozen=True)
 class Problem:
     """What the kernels of one attention are compiled and launched for. `own`: whether each batch, and each head, has a
-    matrix of the layout."""
+    matrix of the layout; `dv` is the width of values."""
 
     b: int
     h: int
@@ -33,6 +32,7 @@ class Problem:
     tq: int
     tk: int
     d: int
+    dv: int
     own: tuple[bool, bool]
     block: tuple[int, int]
     causal: bool
@@ -56,17 +56,9 @@ class Problem:
 
 def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
     """The problem of an operator's arguments."""
-    # PyTorch's dispatcher makes lists of tuples.
-    block, own = tuple(call.form[3:5]), tuple(call.own)
-    return _problem(tuple(call.q.shape), tuple(call.k.shape), block, own, call.causal, call.scale)
-
-
-@functools.lru_cache(1024)
-def _problem(
-    q: tuple[int, ...], k: tuple[int, ...], block: tuple[int, int], own: tuple[int, ...], causal: bool, scale: float
-) -> Problem:
-    (b, h, tq, d), (_, hk, tk, _) = q, k
-    return Problem(b, h, max(hk, 1), tq, tk, d, (own[0] > 0, own[1] > 0), block, causal, scale)
+    (b, h, tq, d), (_, hk, tk, _), dv = call.q.shape, call.k.shape, call.v.shape[3]
+    own, (height, width) = (call.own[0] > 0, call.own[1] > 0), call.form[3:5]
+    return Problem(b, h, max(hk, 1), tq, tk, d, dv, own, (height, width), call.causal, call.scale)
 
 
 def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Path:
@@ -80,7 +72,8 @@ def path_for(problem: Problem, dtype: torch.dtype, device: torch.device, plain: 
     if splits_of(problem, device) > 1:
         return "split"
     half = dtype in (torch.float16, torch.bfloat16)
-    fits = problem.d % 8 == 0 and 0 < problem.d <= 128 and min(problem.block) >= 64 and problem.tk > 0
+    fits = problem.d == problem.dv and problem.d % 8 == 0 and 0 < problem.d <= 128
+    fits = fits and min(problem.block) >= 64 and problem.tk > 0
     # A running maximum is kept of scores that are not yet scaled.
     fits = fits and plain and half and problem.scale > 0
     return "hopper" if fits and not INTERPRET and tuning.hopper(device) else "tiles"
@@ -92,10 +85,10 @@ def first_key(limits: Tensor, tq: int, tk: int) -> Tensor:
     return (limits - tq).clamp(min=min(tk - tq, 0))
 
 
-def empty_like(x: Tensor) -> Tensor:
-    """`[B, H, T, D]` that lies as `[B, T, H, D]` in memory, as results do."""
+def empty_like(x: Tensor, width: int | None = None) -> Tensor:
+    """`[B, H, T, D]` that lies as `[B, T, H, D]` in memory, as results do; D is that of x unless it is given."""
     b, h, t, d = x.shape
-    return x.new_empty(b, t, h, d).transpose(1, 2)
+    return x.new_empty(b, t, h, d if width is None else width).transpose(1, 2)
 
 
 ROWS, KEYS = 64, 64

@@ -195,7 +195,7 @@ class BlocksparseMatmul(NamedTuple):
 
 
 class BlocksparseAttention(NamedTuple):
-    """softmax(q k^T * scale) v at a layout -> (out like q, float32 log-sum-exp `[B, H, Tq]`).
+    """softmax(q k^T * scale) v at a layout -> (out `[B, H, Tq, Dv]`, float32 log-sum-exp `[B, H, Tq]`).
 
     `relative` is the product of queries with tables of relative positions, `places` the positions of queries and keys,
     as `relative.py` makes them; `own` the matrices of the layout that a batch and a head are apart.

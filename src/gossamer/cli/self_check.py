@@ -59,23 +59,24 @@ def watched() -> Iterator[set[str]]:
     if not (torch.cuda.is_available() or INTERPRET):
         yield kinds
         return
-    from gossamer._core.launch import Bound, Kernel
+    from gossamer._core.launch import Kernel
+    from gossamer._core.replay import Recording
 
-    call, again = Kernel.__call__, Bound.__call__
+    call, again = Kernel.__call__, Recording.__call__
 
     def noted(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
         kinds.add(KINDS[kernel.fn.fn.__module__.split(".")[2]])
         return call(kernel, *arguments, **options)
 
-    def repeated(bound: Bound, *arguments: Any) -> None:
+    def repeated(recording: Recording, *arguments: Any) -> Any:
         kinds.add(REPEATED)
-        again(bound, *arguments)
+        return again(recording, *arguments)
 
-    Kernel.__call__, Bound.__call__ = noted, repeated  # type: ignore[method-assign, assignment]
+    Kernel.__call__, Recording.__call__ = noted, repeated  # type: ignore[method-assign, assignment]
     try:
         yield kinds
     finally:
-        Kernel.__call__, Bound.__call__ = call, again  # type: ignore[method-assign]
+        Kernel.__call__, Recording.__call__ = call, again  # type: ignore[method-assign]
 
 
 def checks(device: torch.device) -> Iterator[Check]:

@@ -12,6 +12,8 @@ from torch import Tensor
 from gossamer._core.ops import listened, needs_gradient
 from gossamer.ffn.activity import Activity
 from gossamer.ffn.block import METHODS, NAMES, Block, run
+from gossamer.ffn.records import SparseFfn
+from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker
 
 _OPEN: tuple[str | None, int] = None, 1
@@ -116,14 +118,14 @@ class SparseBlock:
         nothing computed, where there was none, or somebody listens. Weights and biases are those of a call."""
         if not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
             return None
-        from gossamer.ffn._triton.sparse_ffn import again
-
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        out = again((flat, *weights[:2], None, *weights[2:]), activation == "relu2")
-        if out is None:
+        options = activation == "relu2", False
+        found = sparse_ffn.again(SparseFfn._make((flat, *weights[:2], None, *weights[2:], *options)))
+        if found is None:
             return None
         self.density.looked += 1
         self.density.last_path = "gather"
+        out: Tensor = found[0]
         return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
     def observe(self, block: Block) -> None:

@@ -16,7 +16,7 @@ def _fake(call: SparseFfn) -> tuple[Tensor, Tensor]:
     return x.new_empty(m, call.down_weight.shape[0]), nnz
 
 
-@register(SparseFfn, cpu=_cpu.sparse_ffn, fake=_fake)
+@register(SparseFfn, cpu=_cpu.sparse_ffn, fake=_fake, repeats=True)
 def sparse_ffn() -> Any:
     from gossamer.ffn._triton.sparse_ffn import sparse_ffn
 

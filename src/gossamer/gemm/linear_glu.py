@@ -175,6 +175,7 @@ def products_bwd(
     keep=lambda call, results: results[1:],
     differentiable=1,
     once_differentiable="gemm.linear_glu",
+    repeats=True,
 )
 def linear_glu_operator() -> Any:
     from gossamer.gemm._triton.linear_glu import linear_glu
@@ -187,6 +188,7 @@ def linear_glu_operator() -> Any:
     cpu=_cpu.linear_glu_bwd,
     fake=lambda call: (call.x.new_empty(call.grad.shape), call.x.new_empty(call.grad.shape)),
     once_differentiable="gemm.linear_glu",
+    repeats=True,
 )
 def _linear_glu_bwd() -> Any:
     from gossamer.gemm._triton.linear_glu import linear_glu_bwd
@@ -199,6 +201,7 @@ def _linear_glu_bwd() -> Any:
     cpu=_cpu.glu_bwd,
     fake=lambda call: (torch.empty_like(call.gate), torch.empty_like(call.up)),
     once_differentiable="gemm.linear_glu",
+    repeats=True,
 )
 def _glu_bwd() -> Any:
     from gossamer.gemm._triton.linear_glu import glu_bwd

@@ -240,6 +240,7 @@ def _sampled_backward(call: SampledMatmul, kept: Any, grads: Any, needs: Any) ->
     fake=_fake,
     backward=_backward,
     saved=("values", "indices", "spans", "source", "weight", "bias"),
+    repeats=True,
 )
 def matmul_operator() -> Any:
     from gossamer.rowsparse._triton.matmul import matmul

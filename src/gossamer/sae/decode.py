@@ -181,7 +181,7 @@ def _backward(call: SaeDecodeLists, kept: Any, grads: Any, needs: Any) -> dict[s
     return found
 
 
-@register(SaeDecode, cpu=_cpu.decode, fake=_fake, choose_path=path_of, paths=PATHS)
+@register(SaeDecode, cpu=_cpu.decode, fake=_fake, choose_path=path_of, paths=PATHS, repeats=True)
 def _sae_decode() -> Any:
     from gossamer.sae._triton.decode import decode
 
@@ -196,6 +196,7 @@ def _sae_decode() -> Any:
     saved=("acts", "weight", "bias"),
     keep=lambda call, results: results[1:],
     differentiable=1,
+    repeats=True,
 )
 def _sae_decode_lists() -> Any:
     from gossamer.sae._triton.decode import decode_lists

@@ -300,6 +300,7 @@ def _fake_sums(call: SaeEncodeBwdColumns) -> tuple[Tensor, Tensor]:
     saved=("x", "weight", "bias", "b_dec", "threshold"),
     keep=lambda call, results: results[:4],
     once_differentiable="sae.encode",
+    repeats=True,
 )
 def _sae_encode() -> Any:
     from gossamer.sae._triton.encode import encode

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.attention._triton import threshold
-from gossamer.attention._triton.threshold import last_of_ties, load_words, row_of_slab
+from gossamer.attention._triton.threshold import last_of_ties, load_words, part_of_tie, row_of_slab
 
 COARSE, FINE = tl.constexpr(256), tl.constexpr(128)
 """Values of the eight highest bits of a key, and of the seven lowest."""
@@ -88,9 +88,7 @@ def _kth_key_kernel(
         need = take - above - higher
         ties = tl.sum(tl.where(tl.arange(0, FINE)[None, :] == fine, counts, 0), axis=1)
         if need < tl.sum(ties, axis=0):
-            upto = tl.cumsum(ties, axis=0)
-            segment = tl.sum((upto < need).to(tl.int32), axis=0)
-            need -= tl.sum(tl.where(upto < need, ties, 0), axis=0)
+            segment, need = part_of_tie(ties, need)
             row_ptr = keys_ptr + row.to(tl.int64) * stride
             last = last_of_ties(row_ptr, segment * each, visible, low, need, window, sinks, BLOCK, FORCED, PACKED)
     tl.store(threshold_ptr + first + row, low)

@@ -168,15 +168,17 @@ def _row_threshold_kernel(
             probe = tl.minimum(tl.maximum(probe, low + 1), high - 1)
         need = take - reach_high
         if (reach_low != take) & (need < reach_low - reach_high):
-            ties = how_many(tl.sum(equalling(words, low, PACKED), axis=1))
-            upto = tl.cumsum(ties, axis=0)
-            group = tl.sum((upto < need).to(tl.int32), axis=0)
-            before = tl.sum(tl.where(upto < need, ties, 0), axis=0)
-            last = group * 64 + column_of_tie(
-                row_ptr, group * 64, visible, low, need - before, window, sinks, 64, FORCED
-            )
+            group, need = part_of_tie(how_many(tl.sum(equalling(words, low, PACKED), axis=1)), need)
+            last = group * 64 + column_of_tie(row_ptr, group * 64, visible, low, need, window, sinks, 64, FORCED)
     tl.store(threshold_ptr + first + row, low)
     tl.store(last_ptr + first + row, last)
+
+
+@triton.jit
+def part_of_tie(ties, need):
+    """(the part of a row in which the need-th tie stands, which of the part's ties it is); parts have `ties` each."""
+    before = tl.cumsum(ties, axis=0) < need
+    return tl.sum(before.to(tl.int32), axis=0), need - tl.sum(tl.where(before, ties, 0), axis=0)
 
 
 @triton.jit

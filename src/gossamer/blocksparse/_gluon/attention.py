@@ -301,7 +301,7 @@ def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -
 
 def example(tile: Tile, **rows: int) -> dict[str, Any]:
     """Of a kernel with descriptors of so many rows of heads of 64."""
-    config = Config(128, 128, *tile[:5], tile.stages, 64, True, True, True)
+    config = Config(128, 128, *tile[:5], tile.stages, 64, 64, 0, True, True, True)
     descriptors = {name: [1, 1, count, 64] for name, count in rows.items()}
     return descriptors | {"CONFIG": config} | config.options
 

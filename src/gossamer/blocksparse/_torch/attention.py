@@ -240,13 +240,13 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     b, h, tq, _ = q.shape
     lse_dtype = torch.promote_types(q.dtype, torch.float32)
     if given.lists.overflowed():
-        return empty_like(q).fill_(torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
+        return empty_like(q, v.shape[-1]).fill_(torch.nan), q.new_full((b, h, tq), torch.nan, dtype=lse_dtype)
     if (dense := _as_dense(given)) is not None:
         *qkv, causal = dense
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*qkv, 0.0, causal, scale=call.scale)
         return _token_major(out, q.dtype), lse.contiguous()
     q_blocks, k_blocks, v_blocks = given.blocks(q, height), given.keys(k), given.keys(v)
-    out = torch.zeros_like(q_blocks)
+    out = q_blocks.new_zeros(*q_blocks.shape[:-1], v.shape[-1])
     lse = q_blocks.new_full(q_blocks.shape[:-1], -torch.inf)
     for chunk in given.chunks():
         at = chunk.batch, chunk.head, chunk.row

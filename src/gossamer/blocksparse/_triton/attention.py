@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of
+from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of, width_of
 from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of, splits_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
@@ -147,6 +147,8 @@ def _attention_fwd_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    DV = width_of(D, CONFIG)
     SPLITS: tl.constexpr = CONFIG.splits
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -159,7 +161,7 @@ def _attention_fwd_kernel(
     keys = (pair // GROUP).to(tl.int64) * Tk
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for first in range(part * BLOCK_N, count * BLOCK_K, SPLITS * BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
         key, entry, present = listed(columns_ptr, begin, count, at, BLOCK_K)
@@ -175,7 +177,7 @@ def _attention_fwd_kernel(
         factor = tl.exp2(m - base)
         total = total * factor + tl.sum(p, 1)
         m = most
-        v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
+        v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
         acc = acc * factor[:, None] + dot(p.to(v.dtype), v, CONFIG)
     # A row without keys has zeros; one with NaN keeps it.
     total = tl.where(lost, float("nan"), total)
@@ -183,10 +185,10 @@ def _attention_fwd_kernel(
     lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
     line = (pair * SPLITS + part).to(tl.int64) * Tq
     if SPLITS > 1:
-        store_rows(out_ptr, line, lines, exists, D, out, BLOCK_D)
+        store_rows(out_ptr, line, lines, exists, DV, out, BLOCK_V)
     else:
         base, rows_at = token_major(pair // H, pair % H, Tq, H, lines)
-        store_rows(out_ptr, base, rows_at, exists, D, out, BLOCK_D)
+        store_rows(out_ptr, base, rows_at, exists, DV, out, BLOCK_V)
     tl.store(lse_ptr + (line + lines), lse, mask=exists)
 
 
@@ -262,7 +264,8 @@ def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Call
     terms = (0, 0)
     if call.relative is not None and places is not None:
         terms = places.shape[0], call.relative.shape[-1] // places.shape[0]
-    tile, precision = tile_of(p.d, q.element_size(), p.block, terms[0]), tuning.dot_precision(q, inner_of(p.d))
+    tile = tile_of(max(p.d, p.dv), q.element_size(), p.block, terms[0])
+    precision = tuning.dot_precision(q, inner_of(p.d))
     config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"])
     inputs = q.contiguous(), call.k.contiguous(), call.v.contiguous(), bias, call.relative, places
     return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, config)
@@ -274,29 +277,35 @@ def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tens
     assert q is not None
     config = replace(given.config, splits=splits)
     tiles = p.rows * (p.block[0] // config.block_m)
-    out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    out, lse = empty_like(q, p.dv), q.new_empty(q.shape[:-1], dtype=torch.float32)
     into: tuple[Tensor, ...] = out, lse
     if splits > 1:
         parts = p.b * p.h * splits
-        into = tuple(q.new_empty(size, dtype=torch.float32) for size in ((parts, p.tq, p.d), (parts, p.tq)))
+        into = tuple(q.new_empty(size, dtype=torch.float32) for size in ((parts, p.tq, p.dv), (parts, p.tq)))
     args = (*given.inputs, *into, lists.row_offsets, lists.col_indices, *given.sizes)
     _attention_fwd_kernel((tiles * splits * p.b * p.h, 1, 1), args, {"CONFIG": config}, **config.options)
     if splits > 1:
-        meta = {"SPLITS": splits, "BLOCK_D": config.block_d}
-        args = (*into, out, lse, p.h, p.tq, p.d)
+        meta = {"SPLITS": splits, "BLOCK_D": config.block_v}
+        args = (*into, out, lse, p.h, p.tq, p.dv)
         _attention_join_kernel((p.b * p.h * p.tq, 1, 1), args, meta, num_warps=1)
     return out, lse
 
 
+def with_columns(call: BlocksparseAttention | BlocksparseAttentionBwd, *names: str) -> dict[str, Any]:
+    """The fields of these names, with a column of zeros in place of none."""
+    fields = {name: getattr(call, name) for name in names}
+    return {name: x if x.shape[-1] else x.new_zeros(*x.shape[:3], 1) for name, x in fields.items()}
+
+
 def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention`."""
-    q, k, v, *_ = call
+    q, v = call.q, call.v
     if q.shape[:3].numel() == 0:
-        return empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if q.shape[-1] == 0:
+        return empty_like(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
+    if 0 in (q.shape[-1], v.shape[-1]):
         # Weights of heads without columns sum up all the same: their scores are 0.
-        q, k, v = (x.new_zeros(*x.shape[:3], 1) for x in (q, k, v))
-        return empty_like(call.q), attention(call._replace(q=q, k=k, v=v))[1]
+        out, lse = attention(call._replace(**with_columns(call, "q", "k", "v")))
+        return out if v.shape[-1] else empty_like(q, 0), lse
     path = choose_path(call)
     if path == "hopper":
         from gossamer.blocksparse._gluon import attention as hopper
@@ -306,7 +315,7 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     return launch_attention_fwd(given, splits_of(given.problem, q.device) if path == "split" else 1)
 
 
-EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, True, True, True, "dense", True, True, True, 1, 129)
+EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, 128, 0, True, True, True, "dense", True, True, True, 1, 129)
 """What the kernels are compiled for in the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {

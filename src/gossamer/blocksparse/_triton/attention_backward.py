@@ -31,6 +31,7 @@ from gossamer.blocksparse._triton.attention import (
     scores,
     store_rows,
     token_major,
+    with_columns,
 )
 from gossamer.blocksparse.attention_lists import (
     Tile,
@@ -41,6 +42,7 @@ from gossamer.blocksparse.attention_lists import (
     owner_of,
     reached,
     row_of,
+    width_of,
 )
 from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
@@ -142,6 +144,8 @@ def _attention_dq_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    DV = width_of(D, CONFIG)
     TERMS: tl.constexpr = CONFIG.terms
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -152,7 +156,7 @@ def _attention_dq_kernel(
     queries = pair.to(tl.int64) * Tq
     keys = (pair // GROUP).to(tl.int64) * Tk
     q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
-    grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
+    grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
     lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, count * BLOCK_K, BLOCK_N):
@@ -160,7 +164,7 @@ def _attention_dq_kernel(
         key, entry, present = listed(columns_ptr, begin, count, at, BLOCK_K)
         present = present & (key < limit)
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
-        v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
+        v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
         s = scores(
             dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
             exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
@@ -190,6 +194,8 @@ def _attention_dkdv_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    DV = width_of(D, CONFIG)
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK_N)
@@ -200,9 +206,9 @@ def _attention_dkdv_kernel(
     key = first_key + tl.arange(0, BLOCK_N)
     keys = pair.to(tl.int64) * Tk
     k = load_rows(k_ptr, keys, key, key < limit, D, BLOCK_D)
-    v = load_rows(v_ptr, keys, key, key < limit, D, BLOCK_D)
+    v = load_rows(v_ptr, keys, key, key < limit, DV, BLOCK_V)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
     for member in range(0, GROUP):
         of_query = pair * GROUP + member
         lists = (offsets_ptr, order_ptr, rows_ptr)
@@ -215,7 +221,7 @@ def _attention_dkdv_kernel(
             query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
             present = present & (query < Tq)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
-            grad = load_rows(grad_ptr, queries, query, present, D, BLOCK_D)
+            grad = load_rows(grad_ptr, queries, query, present, DV, BLOCK_V)
             lse, delta = load_stats(stats_ptr, of_query, query, present, Tq, 64)
             s = scores(
                 dot(k, tl.trans(q), CONFIG), added, of_query, query[None, :], key[:, None], entry[None, :],
@@ -229,7 +235,7 @@ def _attention_dkdv_kernel(
         dv = tl.where(lost, float("nan"), dv)
     base, rows_at = token_major(batch, pair % (H // GROUP), Tk, H // GROUP, key)
     store_rows(dk_ptr, base, rows_at, key < Tk, D, dk * (scale * 0.6931471805599453), BLOCK_D)
-    store_rows(dv_ptr, base, rows_at, key < Tk, D, dv, BLOCK_D)
+    store_rows(dv_ptr, base, rows_at, key < Tk, DV, dv, BLOCK_V)
 
 
 @launch.kernel(do_not_specialize=["capacity"])
@@ -244,6 +250,8 @@ def _attention_dbias_kernel(
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    DV = width_of(D, CONFIG)
     SIDE_K: tl.constexpr = BLOCK_K // BLOCK_N
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M * SIDE_K
     DENSE: tl.constexpr = CONFIG.bias == "dense"
@@ -286,9 +294,9 @@ def _attention_dbias_kernel(
             queries = pair.to(tl.int64) * Tq
             keys = (pair // GROUP).to(tl.int64) * Tk
             q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
-            grad = load_rows(grad_ptr, queries, lines, exists, D, BLOCK_D)
+            grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
-            v = load_rows(v_ptr, keys, key, present, D, BLOCK_D)
+            v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
             lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
             s = scores(
                 dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :],
@@ -359,7 +367,7 @@ def launch_attention_bwd(
     args = (*inputs, dq, drelative, lists.row_offsets, lists.col_indices, *given.sizes)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
-    if config.block_d * q.element_size() >= 256:
+    if max(config.block_d, config.block_v) * q.element_size() >= 256:
         config = replace(config, block_m=max(16, config.block_m // 2))
     grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
     args = (*inputs, dk, dv, lists.col_offsets, lists.transpose_order, lists.row_indices, *given.sizes)
@@ -384,6 +392,10 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
     # Results share no memory.
     dbias, drelative = q.new_empty(0), q.new_empty(0)
+    if q.shape[:3].numel() and 0 in (q.shape[-1], v.shape[-1]):
+        made = attention_bwd(call._replace(**with_columns(call, "q", "k", "v", "grad", "out")))
+        dq, dk, dv = (x if y.shape[-1] else empty_like(y) for x, y in zip(made, (q, k, v)))
+        return dq, dk, dv, *made[3:]
     if q.numel() == 0 or k.numel() == 0:
         if bias is not None and call.with_bias:
             dbias = bias.new_zeros(bias.shape)

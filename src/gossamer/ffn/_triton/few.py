@@ -30,7 +30,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton.replay import Launched
 from gossamer.rowsparse._triton.overflow import dot
 
 ROWS = 16
@@ -316,7 +315,7 @@ def unit_of(*sizes: int) -> int:
 
 def project(
     operands: tuple[Tensor | None, ...], out: Tensor, nnz: Tensor | None, squared: bool, tile: Tile | None = None
-) -> list[Launched]:
+) -> None:
     """Writes out [M, D], and how many entries each row has [M] where `nnz` is not None. Operands as of the operator, x
     and the weights of gate and up with contiguous rows."""
     x, gate, gate_bias, threshold, up, up_bias, down, down_bias = operands
@@ -345,8 +344,7 @@ def project(
     warps, stages, registers = tile.hidden_launch
     grid = (programs, 1, 1)
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
-    bound = _few_hidden_kernel(grid, (*heads, *strides, m, n, k), meta, head=9, **options)
-    first = Launched(bound, heads)
+    _few_hidden_kernel(grid, (*heads, *strides, m, n, k), meta, **options)
     slots, block_d, parts = tile.down
     stride_dd, stride_dn = down.stride()
     by_rows = stride_dd > 1
@@ -359,8 +357,7 @@ def project(
     grid = (launch.cdiv(d, block_d), 1, 1)
     warps, registers = tile.down_launch
     options = {"num_warps": warps, "num_stages": 1, "maxnreg": registers, "launch_pdl": follows}
-    bound = _few_down_kernel(grid, (*heads, programs, stride_dn, stride_dd, m, d), meta, head=7, **options)
-    return [first, Launched(bound, heads)]
+    _few_down_kernel(grid, (*heads, programs, stride_dn, stride_dd, m, d), meta, **options)
 
 
 EXAMPLES = {

@@ -26,7 +26,6 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.ffn._triton.heavy import LISTED
-from gossamer.ffn._triton.replay import Launched
 from gossamer.ffn.costs import MANY
 
 TILE, SLOTS = tl.constexpr(256), tl.constexpr(16)
@@ -153,7 +152,7 @@ def gather(
     heavy: Tensor,
     squared: bool,
     choice: Choice | None = None,
-) -> list[Launched]:
+) -> None:
     """Writes the rows of `out` that are not heavy, lists the others and counts all entries.
 
     packed: values and indices [M, T, SLOTS] and counts [M, T], as `empty_twell` has them. x, up and down, (weight
@@ -181,15 +180,12 @@ def gather(
     heads = (*packed, x, up_weight, up_bias, down_weight, down_bias, whole, nnz, heavy)
     follows = tuning.dependent_launch(x.device)
     options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
-    bound = _ffn_gather_kernel((m, slices, parts), (*heads, tiles, k, d), meta, head=len(heads), **options)
-    launched = [Launched(bound, heads)]
+    _ffn_gather_kernel((m, slices, parts), (*heads, tiles, k, d), meta, **options)
     if parts > 1:
         block = min(1024, launch.next_power_of_2(d))
         grid = (m, launch.cdiv(d, block), 1)
         meta = {"BLOCK_D": block, "PARTS": parts}
-        bound = _ffn_sum_kernel(grid, (whole, down_bias, out, d), meta, num_warps=4, head=3)
-        launched.append(Launched(bound, (whole, down_bias, out)))
-    return launched
+        _ffn_sum_kernel(grid, (whole, down_bias, out, d), meta, num_warps=4)
 
 
 def stages_and_registers(k: int, d: int, size: int, warps: int, choice: Choice) -> tuple[int, int | None]:

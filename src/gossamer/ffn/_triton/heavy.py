@@ -18,7 +18,6 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
-from gossamer.ffn._triton.replay import Launched
 from gossamer.rowsparse._triton.overflow import SUMMED, summed_apart
 
 LISTED = tl.constexpr(4)
@@ -219,7 +218,7 @@ def project(
     out: Tensor,
     squared: bool,
     trained: tuple[Tensor, Tensor] | None = None,
-) -> Launched:
+) -> None:
     """Writes the rows of `out` that are listed. weights, contiguous: of the gate [N, K], bias, threshold; of up [N, K],
     bias; of down [N, D], bias. trained: l1 [M] and fired [N]; the list is then one of `entry_lists`."""
     (m, k), n, d = x.shape, weights[0].shape[0], out.shape[1]  # type: ignore[union-attr]
@@ -229,8 +228,7 @@ def project(
     meta |= {"BEFORE": LISTED.value if trained is None else 1, "DEPENDENT": follows}
     heads = (listed, words, x, *weights, x.new_empty(rows, n), out, *(trained or (None, None)))
     grid = (2 * tuning.programs(x.device), 1, 1)
-    bound = _ffn_heavy_kernel(grid, (*heads, rows, n, k, d), meta, launch_pdl=follows, head=len(heads), **options)
-    return Launched(bound, heads)
+    _ffn_heavy_kernel(grid, (*heads, rows, n, k, d), meta, launch_pdl=follows, **options)
 
 
 EXAMPLES = {

@@ -359,10 +359,9 @@ def launch_linear_pack(
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
     words: tuple[Tensor | None, int] = (None, 0),
-) -> launch.Bound | None:
+) -> None:
     """Fills out: values and indices [M, T, slots], counts [M, T]; slots without an entry are not written. The
-    first four of `words`, int32, become 0, what is given beside them, 0 and 0. Returns the launch, bound to all but its
-    ten leading arguments: descriptors of x and weight, and pointers."""
+    first four of `words`, int32, become 0, what is given beside them, 0 and 0."""
     (m, k), n, slots = x.shape, weight.shape[0], out[0].shape[2]
     transposed = weight.stride(1) == 1
     tiles_m, tiles_n, steps = launch.cdiv(m, 128), launch.cdiv(n, TILE), launch.cdiv(k, 64)
@@ -371,7 +370,7 @@ def launch_linear_pack(
     meta = {"TRANSPOSED": transposed, "SLOTS": slots, "GROUP_M": GROUP_M, "STAGES": STAGES}
     args = (*inputs, bias, threshold, bounds, factors, *out, first, m, n, tiles_m, tiles_n, steps, second)
     grid = (min(tuning.programs(x.device), tiles_m * tiles_n), 1, 1)
-    return _linear_pack_kernel(grid, args, meta, num_warps=4, maxnreg=168, head=10)
+    _linear_pack_kernel(grid, args, meta, num_warps=4, maxnreg=168)
 
 
 EXAMPLES = {

@@ -9,7 +9,6 @@ a tile of the gate and the same tile of up, in two accumulators that meet in reg
 A backward pass that kept nothing computes gate and up again; one that kept the two reads them (`_glu_bwd_kernel`).
 """
 
-from typing import Any
 
 import torch
 import triton
@@ -17,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm.linear_glu_path import FEW, choose_path
+from gossamer.gemm.linear_glu_path import choose_path
 from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
 from gossamer.rowsparse._torch.linear_source import linear
 
@@ -159,43 +158,8 @@ def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
     out = x.new_empty(m, n)
     kept = (torch.empty_like(out), torch.empty_like(out)) if keep else (x.new_empty(0, n), x.new_empty(0, n))
     if m and n:
-        if m <= FEW and not keep and not launch.INTERPRET:
-            _launch_few_rows(call, out)
-        else:
-            _launch_linear_glu(_split(call), None, out, kept if keep else None)
+        _launch_linear_glu(_split(call), None, out, kept if keep else None)
     return out, *kept
-
-
-_plans = launch.Plans()
-
-
-def again(call: LinearGlu) -> Tensor | None:
-    """The result of a call of few rows whose like was computed before, so that nothing has to be checked; else None."""
-    out = call.x.new_empty(call.x.shape[0], call.gate_weight.shape[0] // (2 if call.up_weight is None else 1))
-    return out if _repeated(call, out) is None else None
-
-
-def _launch_few_rows(call: LinearGlu, out: Tensor) -> None:
-    """Fills out. Host time is most of a step of decoding: what follows from shapes is done once and kept as a plan."""
-    key = _repeated(call, out)
-    if key is not None:
-        _plans.keep(key, call.x.device, _launch_linear_glu(_split(call), None, out, None))
-
-
-def _repeated(call: LinearGlu, out: Tensor) -> Any:
-    """Fills out by a plan, and returns None; the call's key where there is none."""
-    *operands, activation, _ = call
-    key, pointers, addresses = launch.call_of(operands, activation)
-    if call.up_weight is None:
-        weight = call.gate_weight
-        pointers[2] = weight.data_ptr() + out.shape[1] * weight.stride(0) * weight.element_size()
-        addresses |= pointers[2]
-    index = out.get_device()
-    plan = _plans.get(key, index, addresses)
-    if plan is None:
-        return key
-    plan.launches[0](torch._C._cuda_getCurrentRawStream(index), *pointers, out.data_ptr())
-    return None
 
 
 def linear_glu_bwd(call: LinearGluBwd) -> tuple[Tensor, Tensor]:
@@ -231,30 +195,28 @@ def _split(call: LinearGlu) -> LinearGlu:
 
 def _launch_linear_glu(
     call: LinearGlu, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
-) -> launch.Bound | None:
-    """Fills out and gates, which are gate and up, or with grad their gradients. Returns the launch with all but the
-    operands and out bound, where that is possible: it is that of few rows, and what it points to is aligned."""
+) -> None:
+    """Fills out and gates, which are gate and up, or with grad their gradients."""
     path = choose_path(call)
     if path in ("row", "tiles"):
         assert out is not None
-        return (_launch_row if path == "row" else _launch_tiles)(call, out)
-    if path == "hopper":
+        (_launch_row if path == "row" else _launch_tiles)(call, out)
+    elif path == "hopper":
         from gossamer.gemm._gluon.linear_glu import launch_linear_glu
 
         launch_linear_glu(call, grad, out, gates)
     else:
         _launch_separate(call, grad, out, gates)
-    return None
 
 
-def _launch_row(call: LinearGlu, out: Tensor) -> launch.Bound | None:
+def _launch_row(call: LinearGlu, out: Tensor) -> None:
     x, gate_weight, up_weight, *_, activation, _ = call
     assert up_weight is not None
     k, n = x.shape[1], gate_weight.shape[0]
     tile = row_tile(k, x.element_size())
     strides = (x.stride(1), gate_weight.stride(0), up_weight.stride(0))
     args = (*call[:5], out, *strides, k)
-    return _linear_glu_row_kernel((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, head=6, **tile.options)
+    _linear_glu_row_kernel((n, 1, 1), args, {**tile.sizes, "ACTIVATION": activation}, **tile.options)
 
 
 def tile_of(m: int, device: torch.device) -> launch.Tile:
@@ -265,14 +227,14 @@ def tile_of(m: int, device: torch.device) -> launch.Tile:
     return launch.Tile({"BLOCK_M": 32 if m <= 32 else 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4, 4 if hopper else 3)
 
 
-def _launch_tiles(call: LinearGlu, out: Tensor) -> launch.Bound | None:
+def _launch_tiles(call: LinearGlu, out: Tensor) -> None:
     x, gate_weight, up_weight, *_, activation, _ = call
     assert up_weight is not None
     (m, k), n, tile = x.shape, gate_weight.shape[0], tile_of(x.shape[0], x.device)
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
     meta = {**tile.sizes, "UPCAST": launch.INTERPRET, "ACTIVATION": activation}
     grid = (launch.cdiv(n, tile.sizes["BLOCK_N"]), 1, 1)
-    return _linear_glu_few_kernel(grid, (*call[:5], out, *strides, m, n, k), meta, head=6, **tile.options)
+    _linear_glu_few_kernel(grid, (*call[:5], out, *strides, m, n, k), meta, **tile.options)
 
 
 def _launch_separate(

@@ -12,7 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gossamer._core import launch
 from gossamer.gemm.linear_pack_path import SLOTS, TILE, choose_path, packs
 from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._triton.list_entries import Limit, list_slots
@@ -58,18 +57,19 @@ def launch_linear_pack(
     bounds: Tensor | None = None,
     factors: Tensor | None = None,
     words: tuple[Tensor | None, int] = (None, 0),
-) -> launch.Bound | None:
+) -> bool:
     """With `bounds`, float32 [M] from 0 on, an entry exceeds that of its row, and not the threshold of its column; with
-    `factors`, float32 [N], that of its row times the factor of its column. Returns the launch of Hopper's kernel, which
-    sees to `words` as its launcher says; None where another way was taken, and nothing is done about them."""
+    `factors`, float32 [N], that of its row times the factor of its column. Returns whether Hopper's kernel was
+    launched, which sees to `words` as its launcher says; elsewhere nothing is done about them."""
     if packs(x, weight, tile, out[0].shape[2]):
         from gossamer.gemm._gluon import linear_pack as hopper
 
-        return hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, words)
+        hopper.launch_linear_pack(x, weight, bias, threshold, out, bounds, factors, words)
+        return True
     for rows, z in _products(x, weight, bias):
         limits = None if bounds is None else bounds[rows]
         launch_pack_twell(z, threshold, tile, tuple(part[rows] for part in out), limits, factors)
-    return None
+    return False
 
 
 def rows_of_block(m: int, n: int, x: Tensor) -> int:

@@ -26,6 +26,7 @@ from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS, NAMES, Block
 from gossamer.ffn.training import with_all
 from gossamer.gemm import linear_glu_path
+from gossamer.gemm.linear_glu import linear_glu_operator
 from gossamer.gemm.records import LinearGlu
 from gossamer.integrations.transformers._layouts import (
     Layout,
@@ -255,14 +256,13 @@ def _again(self: Any, x: Tensor, layout: Layout, path: str) -> Tensor | None:
         return block.again(x, _weights(self, layout), able.activation) if able.sparse and path == "gather" else None
     if path != "fused" or not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
         return None
-    from gossamer.gemm._triton.linear_glu import again
-
     gate_weight, gate_bias, up_weight, up_bias, *down = _weights(self, layout, whole=True)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    hidden = again(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False))
-    if hidden is None:
+    call = LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False)
+    found = linear_glu_operator.again(call)
+    if found is None:
         return None
-    out = linear(hidden, *down)
+    out = linear(found[0], *down)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 

@@ -45,16 +45,16 @@ def turned(x: Tensor) -> Tensor:
     return out
 
 
-def launch_dense_transpose(x: Tensor, out: Tensor, beside: bool) -> launch.Bound | None:
+def launch_dense_transpose(x: Tensor, out: Tensor, beside: bool) -> None:
     """Fills out, [N, M], with x.t(), x with contiguous rows. With `beside`, the copy runs while the kernel launched
     last runs: that kernel must let others begin, be launched after the end of all before it, and write neither x nor
-    out, nor read out. Returns the launch, bound to all but the two pointers."""
+    out, nor read out."""
     m, n = x.shape
     tiles = launch.cdiv(m, 64) * launch.cdiv(n, 64)
     beside = beside and tuning.dependent_launch(x.device)
     meta = {"BLOCK": 64, "BESIDE": beside}
     args = (x, out, m, n, x.stride(0))
-    return _dense_transpose_kernel((tiles, 1, 1), args, meta, num_warps=4, launch_pdl=beside, head=2)
+    _dense_transpose_kernel((tiles, 1, 1), args, meta, num_warps=4, launch_pdl=beside)
 
 
 def rows_contiguous(x: Tensor) -> Tensor:

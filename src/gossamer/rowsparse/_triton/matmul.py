@@ -242,7 +242,7 @@ def bwd_tile(element_size: int) -> launch.Tile:
 
 
 def matmul(call: Matmul) -> Tensor:
-    """As in `sae._triton.decode`, work that depends on shapes is done once and kept as a plan."""
+    """Operator `rowsparse.matmul`."""
     values, indices, spans, source, weight, bias, out_dtype = call
     m = spans.shape[1]
     # The dense product would be rounded before a wider bias is added to it.
@@ -251,32 +251,8 @@ def matmul(call: Matmul) -> Tensor:
         return matmul_dense(values, indices, spans, source, weight, bias)
     weight, source = rows_contiguous(weight), None if source is None else rows_contiguous(source)
     out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
-    if launch.INTERPRET or m == 0 or out.shape[1] == 0:
-        launch_matmul(values, indices, spans, source, weight, bias, out)
-        return out
-    index = weight.get_device()
-    stream = torch._C._cuda_getCurrentRawStream(index)
-    key = (values.shape, m, weight.shape, weight.stride(0), values.dtype, weight.dtype, out_dtype, index, stream)
-    key += (None if bias is None else bias.dtype, tuning.tf32())
-    key += (None if source is None else (source.stride(0), source.dtype),)
-    entries = (values.data_ptr(), indices.data_ptr(), spans.data_ptr())
-    operands = (weight.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr())
-    address = 0 if source is None else source.data_ptr()
-    united = entries[0] | entries[1] | entries[2] | operands[0] | (operands[1] or 0) | address
-    plan = _plans.get(key, index, united)
-    if plan is not None:
-        gather, over = plan.launches
-        gather(stream, *entries, *operands)
-        if over is not None:
-            over(stream, address, *operands, entries[2])
-        return out
-    made = launch_matmul(values, indices, spans, source, weight, bias, out)
-    if made is not None:
-        _plans.keep(key, weight.device, *made)
+    launch_matmul(values, indices, spans, source, weight, bias, out)
     return out
-
-
-_plans = launch.Plans()
 
 
 def launch_matmul(
@@ -287,12 +263,12 @@ def launch_matmul(
     weight: Tensor,
     bias: Tensor | None,
     out: Tensor,
-) -> tuple[launch.Bound, launch.Bound | None] | None:
-    """Launches, and returns the bound launches: the gather, and the dense tiles."""
+) -> None:
+    """Fills out: the gather, and dense tiles of the rows that overflowed."""
     (m, d), n, room = out.shape, weight.shape[0], values.shape[0]
     if m == 0 or d == 0 or n == 0:
         out.copy_(out.new_zeros(d) if bias is None else bias)
-        return None
+        return
     tile = gather_tile(m, d, weight.element_size())
     # Half-precision results round far more than a running float32 sum loses.
     partial = 64 * tile["BLOCK_E"] if out.dtype is torch.float32 else 0
@@ -300,11 +276,9 @@ def launch_matmul(
     meta["LAUNCH_DEPENDENTS"] = source is not None and tuning.dependent_launch(weight.device)
     meta["ALONE"] = source is None
     args = (values, indices, spans, weight, bias, out, weight.stride(0), n, d, room)
-    gather = _matmul_fwd_kernel((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1, head=6)
-    if source is None:
-        return None if gather is None else (gather, None)
-    over = overflow.forward(Overflow(source, spans, room), weight, bias, out)
-    return None if gather is None or over is None else (gather, over)
+    _matmul_fwd_kernel((m, launch.cdiv(d, meta["BLOCK_D"]), 1), args, meta, num_warps=1)
+    if source is not None:
+        overflow.forward(Overflow(source, spans, room), weight, bias, out)
 
 
 def matmul_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:

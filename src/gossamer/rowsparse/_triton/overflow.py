@@ -237,12 +237,9 @@ def fwd_tile(m: int, n: int, d: int, weight: Tensor) -> launch.Tile:
 
 def forward(
     rows: Overflow, weight: Tensor, bias: Tensor | None, out: Tensor, limit: tuple[Tensor | None] | None = None
-) -> launch.Bound | None:
+) -> None:
     """Writes source @ weight + bias into the rows of `out` that overflowed; with a `limit`, a threshold `[D]` or None,
-    0 where that is up to max(threshold, 0).
-
-    Returns the launch, bound to all but (source, weight, bias, out, spans).
-    """
+    0 where that is up to max(threshold, 0)."""
     source = rows_contiguous(rows.source)
     m, n = source.shape
     d = weight.shape[1]
@@ -264,7 +261,7 @@ def forward(
         # A layer has many tiles: no more programs than fill the GPU a few times look for rows in vain.
         shares = min(tiles, max(launch.cdiv(4 * tuning.programs(weight.device), blocks), 16))
     grid = (blocks * splits, min(shares, 65535), 1)
-    return _overflow_fwd_kernel(grid, args, meta, launch_pdl=follows, head=5, **tile.options)
+    _overflow_fwd_kernel(grid, args, meta, launch_pdl=follows, **tile.options)
 
 
 def linear_source(call: LinearRows) -> Tensor:

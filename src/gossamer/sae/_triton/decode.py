@@ -133,13 +133,8 @@ def _decode_fwd_kernel(
             tl.store(out_ptr + row * D + columns, out, mask=inside)
 
 
-_plans = launch.Plans()
-
-
-def _one_launch(
-    acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int
-) -> tuple[tuple[launch.Bound | None, ...], Tensor, int]:
-    """(the launches, and the needs of a plan that repeats them: room for the spans of rows, and how many flags)"""
+def _one_launch(acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, capacity: int) -> None:
+    """Fills out."""
     (m, n), d = acts.shape, weight.shape[1]
     size = weight.element_size()
     meta = pack.scan_tile(n, size, groups=256 if n <= 65536 else 512)
@@ -153,10 +148,9 @@ def _one_launch(
     spans = torch.empty(2, m, dtype=torch.int64, device=acts.device)
     args = (acts, weight, bias, out, spans, *launch.flags.get(words, acts.device))
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
-    scan = _decode_fwd_kernel((m * (chunks + slices), 1, 1), args, meta, num_warps=1, head=7)
-    if not overflows:
-        return (scan,), spans, words
-    return (scan, overflow.forward(overflow.Overflow(acts, spans, capacity), weight, bias, out)), spans, words
+    _decode_fwd_kernel((m * (chunks + slices), 1, 1), args, meta, num_warps=1)
+    if overflows:
+        overflow.forward(overflow.Overflow(acts, spans, capacity), weight, bias, out)
 
 
 def decode_lists(call: SaeDecodeLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -167,41 +161,14 @@ def decode_lists(call: SaeDecodeLists) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def decode(call: SaeDecode) -> Tensor:
-    """The output alone.
-
-    Host time is most of a small decode, so the work that depends on shapes is done once and kept as a plan.
-    """
+    """The output alone."""
     acts, weight, bias, capacity, out_dtype = call
     m, n = acts.shape
-    if not one_launch(m, n):
-        return decode_lists(SaeDecodeLists(*call))[0]
-    key: tuple[object, ...] | None = None
-    if not launch.INTERPRET:
-        index = acts.get_device()
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        key = (m, n, weight.shape, acts.stride(), weight.stride(), acts.dtype, weight.dtype, out_dtype, capacity)
-        key += (index, stream, None if bias is None else bias.dtype, tuning.tf32())
-        pointers = (acts.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr())
-        plan = _plans.get(key, index, pointers[0] | pointers[1] | (pointers[2] or 0))
-        if plan is not None:
-            out = weight.new_empty((m, weight.shape[1]), dtype=out_dtype)
-            target = out.data_ptr()
-            scan, *over = plan.launches
-            (spans,) = plan.addresses
-            # The two launches share the spans: another thread's pair on this stream must not come between them.
-            with plan.lock:
-                scan(stream, *pointers, target, spans, plan.flags, plan.epochs.next())
-                if over:
-                    over[0](stream, *pointers, target, spans)
-            return out
-    if acts.numel() == 0 or weight.shape[1] == 0:
+    if not one_launch(m, n) or acts.numel() == 0 or weight.shape[1] == 0:
         return decode_lists(SaeDecodeLists(*call))[0]
     x, w = rows_contiguous(acts), rows_contiguous(weight)
     out = torch.empty(m, w.shape[1], dtype=out_dtype or w.dtype, device=w.device)
-    launches, spans, words = _one_launch(x, w, bias, out, capacity)
-    # Not where a copy was needed, or a graph records it.
-    if key is not None and x is acts and w is weight and None not in launches:
-        _plans.keep(key, acts.device, *launches, words=words, memory=(spans,))
+    _one_launch(x, w, bias, out, capacity)
     return out
 
 

@@ -270,22 +270,8 @@ def largest_of_rows(
     first: int = 0,
     absolute: bool = False,
 ) -> None:
-    """Fills values, indices, spans and l0 of the rows of z, those from row `first` of all on. Host time is most of a
-    small call, so the launch is kept as a plan."""
+    """Fills values, indices, spans and l0 of the rows of z, those from row `first` of all on."""
     m, n = z.shape
-    given, stride = (z, bias, scale, some), results[2].stride(0)
-    if not launch.INTERPRET:
-        index = z.get_device()
-        stream = torch._C._cuda_getCurrentRawStream(index)
-        key = (m, n, k, *[None if t is None else t.dtype for t in given], stride, first, absolute, index, stream)
-        pointers = [None if t is None else t.data_ptr() for t in given + results]
-        united = 0
-        for pointer in pointers:
-            united |= pointer or 0
-        plan = _plans.get(key, index, united)
-        if plan is not None:
-            plan.launches[0](stream, *pointers[:4], plan.addresses[0], *pointers[4:])
-            return
     programs = 4 * tuning.programs(z.device)
     if m <= programs // 2:
         # Rows that do not fill the GPU get more threads each.
@@ -302,15 +288,8 @@ def largest_of_rows(
     length = n if k > block else min(n, (k - 1) * launch.cdiv(n, block) + k)
     meta = {**tile.sizes, "LIST": max(256, min(launch.next_power_of_2(2 * k), 4096)), "ABS": absolute}
     lists = torch.empty(programs, 2, length, dtype=torch.int32, device=z.device)
-    args = (*given, lists, *results, m, n, k, length, stride, first)
-    bound = _row_topk_kernel((programs, 1, 1), args, meta, head=9, **tile.options)
-    if not launch.INTERPRET and lists.nbytes <= LISTS:
-        _plans.keep(key, z.device, bound, memory=(lists,))
-
-
-LISTS = 1 << 24
-"""Bytes of lists up to which a plan keeps them."""
-_plans = launch.Plans()
+    args = (z, bias, scale, some, lists, *results, m, n, k, length, results[2].stride(0), first)
+    _row_topk_kernel((programs, 1, 1), args, meta, **tile.options)
 
 
 EXAMPLES = {_row_topk_kernel: {"some_ptr": "*i64", "BLOCK": 2048, "VEC": 8, "LIST": 256, "SHIFT": 16, "ABS": False}}
