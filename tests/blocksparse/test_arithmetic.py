@@ -192,6 +192,9 @@ def test_pytorchs_functions_of_two_elements(name: str, device: torch.device) -> 
     if name == "add":
         with pytest.raises(TypeError, match=r"torch\.add: no argument may be a BlockSparseTensor"):
             torch.add(x, 1, alpha=2)
+        with pytest.raises(TypeError, match=r"torch\.sum: no argument may be a BlockSparseTensor.*x\.sum\(dim\)"):
+            torch.sum(x, dim=-1, keepdim=True)
+        assert torch.equal(torch.sum(x, dim=-1), x.sum(-1))
     assert torch.equal(torch.matmul(x, y.to_dense()), x @ y.to_dense())
 
 

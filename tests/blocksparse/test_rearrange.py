@@ -422,3 +422,10 @@ def test_blocks_of_zeros_are_pruned(to, capacity: int | None, device: torch.devi
     torch.testing.assert_close(out.to_dense(), dense, equal_nan=True)
     (grad,) = torch.autograd.grad(out.to_dense().sum(), dense)
     assert torch.equal(grad, want.element_mask().float())
+
+
+def test_pruning_what_overflowed(device: torch.device) -> None:
+    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
+    x = BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout)
+    out = adapt(x, 16, prune=True)
+    assert bool(out.layout.overflowed) and out.to_dense().isnan().all()

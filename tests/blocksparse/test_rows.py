@@ -203,8 +203,11 @@ def test_vectors_of_integers(lead, size, block, name: str, kind: torch.dtype, de
         got = VECTORS[name](from_dense(x, blocks.layout), vector.to(kind))
         want = torch.where(present, VECTORS[name](x, vector.to(kind)), torch.zeros((), dtype=kind, device=device))
         assert got.dtype is kind and torch.equal(got.to_dense(), want)
-    with pytest.raises(TypeError, match=r"__: other must hold integers like x, .*, got float32\. Convert x with"):
-        VECTORS[name](from_dense(x, blocks.layout), torch.ones(size[1], device=device))
+    # What a wider dtype holds would wrap around.
+    for other in (torch.float32, torch.int64) if kind is not torch.int64 else (torch.float32,):
+        message = rf"__: other must hold integers like x, {str(kind)[6:]} or narrower, got {str(other)[6:]}\. Convert x"
+        with pytest.raises(TypeError, match=message):
+            VECTORS[name](from_dense(x, blocks.layout), torch.ones(size[1], device=device, dtype=other))
 
 
 @pytest.mark.parametrize("name", ["sum", "mean", "amax"])

@@ -97,7 +97,8 @@ MOVES = (
     "pin_memory",
 )
 """Methods of tensors that change where elements are, or their dtype, and no shape."""
-_METHODS = {*(function.__name__ for function in ELEMENTWISE), *MOVES, "sum", "mean", "amax"}
+_REDUCTIONS = ("sum", "mean", "amax")
+_METHODS = {*(function.__name__ for function in ELEMENTWISE), *MOVES, *_REDUCTIONS}
 
 
 def _operators() -> Iterator[tuple[Any, tuple[str, str]]]:
@@ -165,9 +166,11 @@ class Arithmetic:
         # A compiler knows no names of the functions themselves.
         pair = _OPERATORS.get(func) or _OPERATORS.get(name)
         if pair is not None and len(args) == 2 and not kwargs:
-            own = isinstance(args[0], cls)
-            return getattr(args[not own], pair[not own])(args[own])
-        if args and isinstance(args[0], cls) and name in _METHODS:
+            left, right = args
+            return getattr(left, pair[0])(right) if isinstance(left, cls) else getattr(right, pair[1])(left)
+        # Options that a reduction does not have are refused below.
+        fits = name not in _REDUCTIONS or {*(kwargs or ())} <= {"dim"}
+        if args and isinstance(args[0], cls) and name in _METHODS and fits:
             # Functions of `torch.nn.functional` hand their defaults on.
             options = {
                 option: value for option, value in (kwargs or {}).items() if (option, value) != ("inplace", False)

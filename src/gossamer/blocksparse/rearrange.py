@@ -17,7 +17,7 @@ from gossamer._core.ops import needs_gradient
 from gossamer.blocksparse import axes
 from gossamer.blocksparse._torch.rearrange import rearrange as _cpu
 from gossamer.blocksparse.axes import Axes, Axis
-from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, check_layouts
+from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, check_layouts, room_for
 from gossamer.blocksparse.lists import Form, half_of
 from gossamer.blocksparse.records import BlocksparseRearrange
 from gossamer.blocksparse.rows import fill_outside
@@ -349,8 +349,11 @@ def adapt(x: Any, to: Any, *, prune: bool = False, capacity: int | None = None) 
     if not prune:
         return out
     held = (fill_outside(out.values, to, 0) != 0).flatten(1).any(1)
-    mask = (to.positions >= 0) & held[to.positions.clamp(0, to.capacity - 1)]
-    return realigned(out, _result(mask.view(to.form[:3]), x.shape, to.block_size, capacity))
+    mask = ((to.positions >= 0) & held[to.positions.clamp(0, to.capacity - 1)]).view(to.form[:3])
+    room, _, filled = room_for(operator, mask, None, capacity)
+    # No more room than there was: where blocks are missing, the result says so.
+    pruned = _result(mask, x.shape, to.block_size, min(room, to.capacity) if capacity is None else room)
+    return realigned(out, replace(pruned, filled=filled))
 
 
 def realigned(x: BlockSparseTensor, layout: Layout) -> BlockSparseTensor:

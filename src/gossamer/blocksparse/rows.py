@@ -74,9 +74,9 @@ def with_vector(name: str, values: Tensor, layout: Layout, vector: Tensor) -> Te
     multiplied with (__mul__)."""
     operator = f"blocksparse.BlockSparseTensor.{name}"
     exact = not values.is_floating_point() and values.dtype is not torch.bool
-    if exact and vector.is_floating_point():
+    if exact and torch.promote_types(values.dtype, vector.dtype) is not values.dtype:
         raise TypeError(
-            f"{operator}: other must hold integers like x, {checks.name_of(values.dtype)}, got "
+            f"{operator}: other must hold integers like x, {checks.name_of(values.dtype)} or narrower, got "
             f"{checks.name_of(vector.dtype)}. Convert x with x.to(other.dtype)."
         )
     if not exact:

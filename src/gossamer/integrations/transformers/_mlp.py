@@ -254,7 +254,7 @@ def _again(self: Any, x: Tensor, layout: Layout, path: str) -> Tensor | None:
     able = kept.found
     if block is not None:
         return block.again(x, _weights(self, layout), able.activation) if able.sparse and path == "gather" else None
-    if not (x.is_cuda and able.reads_down) or listened() or torch._C._is_any_autocast_enabled():
+    if path != "fused" or not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
         return None
     gate_weight, gate_bias, up_weight, up_bias, *down = _weights(self, layout, whole=True)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
@@ -404,8 +404,11 @@ def _compute(self: Any, x: Tensor, layout: Layout, able: _Able, recompute: bool)
     gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = _weights(self, layout, whole=True)
     kept = self.__dict__.get(KEPT)
     if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or kept is None):
-        gains = not layout.gate_scale and linear_glu_path.gains(x, gate_weight, up_weight)
-        kept.settle(x, "fused" if gains else "dense")
+        if layout.gate_scale or not linear_glu_path.gains(x, gate_weight, up_weight):
+            kept.settle(x, "dense")
+        elif able.reads_down and not (layout.down_scale or layout.dropout):
+            # `_again` computes these blocks alone.
+            kept.settle(x, "fused")
     scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
     if scale is not None:
         # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.
