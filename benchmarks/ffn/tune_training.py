@@ -182,10 +182,7 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
                 )
                 for name, tile in ROWS.items()
             },
-            "down gradient": {
-                name: lambda tile=tile: down_gradients(tile)[0]
-                for name, tile in COLUMNS.items()
-            },
+            "down gradient": {name: lambda tile=tile: down_gradients(tile)[0] for name, tile in COLUMNS.items()},
             "gate and up gradients": {
                 name: lambda tile=tile: train_columns.weight_gradients(turned, pair, of.x, of.gate, tile=tile)[:2]
                 for name, tile in COLUMNS.items()

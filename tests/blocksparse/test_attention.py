@@ -470,7 +470,7 @@ def test_last_lines_begin_longest_first(own, group: int, device: torch.device, m
     b, h, rows, cols = 2, 4, 9, 7
     lead = (b if own[0] else 1, h if own[1] else 1)
     layout = Layout.random((*lead, rows, cols), 64, 0.5, generator=seeded(0, device), device=device)
-    p = attention_path.Problem(b, h, h // group, rows * 64, cols * 64, 64, own, (64, 64), False, 1.0)
+    p = attention_path.Problem(b, h, h // group, rows * 64, cols * 64, 64, 64, own, (64, 64), False, 1.0)
     # Blocks of each column, of all heads that share it.
     blocks = layout.to_dense().expand(b, h, rows, cols).sum(-2).view(b, h // group, group, cols).sum(2).flatten()
     for programs in (1, 3, 5, 100):

@@ -22,8 +22,7 @@ from gossamer.ffn.training import differentiable, with_all
 from gossamer.gemm.linear_glu import linear_glu_operator
 from gossamer.gemm.records import LinearGlu
 from gossamer.rowsparse import Density
-from gossamer.rowsparse._torch.linear_source import linear
-from gossamer.rowsparse.formats import threshold_dtype
+from gossamer.rowsparse.formats import linear, threshold_dtype
 
 NAMES = ("relu", "relu2")
 """Of activations, as `gemm.linear_glu` calls them, those that leave most entries 0."""

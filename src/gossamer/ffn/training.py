@@ -16,8 +16,8 @@ from gossamer.ffn.costs import PATHS, hot_bound
 from gossamer.ffn.records import SparseTraining, Trained
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.rowsparse import Density
-from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse.dense_product import dense_seconds
+from gossamer.rowsparse.formats import linear
 
 if TYPE_CHECKING:
     from gossamer.ffn.block import Block

@@ -1,7 +1,8 @@
-"""Dtypes and empty buffers of lists of entries."""
+"""Dtypes, empty buffers, and sums and products that several rooms share."""
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 PART = 256
 """Rows of which a sum over many takes the sum at first."""
@@ -64,3 +65,11 @@ def equal_spans(counts: Tensor, slots: int) -> Tensor:
     first = torch.arange(0, m * max(slots, 1), max(slots, 1), device=counts.device) if slots else counts.new_zeros(m)
     counts = counts.long()
     return torch.stack([torch.where(counts > slots, m * slots, first), counts])
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x @ weight.T + bias in the dtype of weight; a bias of another dtype is added in float32 at least."""
+    if bias is None or bias.dtype is weight.dtype:
+        # Strides of a bias change which product cuBLAS makes, and so its rounding.
+        return F.linear(x, weight, None if bias is None else bias.contiguous())
+    return (F.linear(x, weight) + bias).to(weight.dtype)

@@ -24,7 +24,7 @@ operator.PATHS["rowsparse.sampled_matmul"] = {
     "gather": "all other calls: each entry's two rows are multiplied",
 }
 
-FILLED = 0.35
+FILLED = 0.45
 """The part of its slots that a row which might overflow is taken to hold. Slots of other rows are taken to be full."""
 STEP = 1e-6
 """Seconds from one load of a program to the next that depends on it, where few programs run; half of it where many."""

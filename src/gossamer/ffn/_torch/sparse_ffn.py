@@ -6,7 +6,8 @@ from torch import Tensor
 from gossamer._core.ranges import span
 from gossamer.ffn.costs import CPU_DENSE, CPU_GROUP
 from gossamer.ffn.records import SparseFfn
-from gossamer.rowsparse._torch.linear_source import activate_, linear
+from gossamer.rowsparse._torch.linear_source import activate_
+from gossamer.rowsparse.formats import linear
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time."""

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
-from gossamer.rowsparse._torch.linear_source import activate_, linear
-from gossamer.rowsparse.formats import column_dtype
+from gossamer.rowsparse._torch.linear_source import activate_
+from gossamer.rowsparse.formats import column_dtype, linear
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time."""

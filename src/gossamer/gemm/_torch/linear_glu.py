@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
-from gossamer.rowsparse._torch.linear_source import linear as linear
+from gossamer.rowsparse.formats import linear as linear
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

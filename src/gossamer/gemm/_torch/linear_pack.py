@@ -4,8 +4,8 @@ import torch
 from torch import Tensor
 
 from gossamer.gemm.records import LinearPack
-from gossamer.rowsparse._torch.linear_source import linear
 from gossamer.rowsparse._torch.pack import buffers_of, nonzero_positions, row_offsets_of
+from gossamer.rowsparse.formats import linear
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time: few beside the weights, and enough rows for a fast product."""

@@ -9,7 +9,6 @@ a tile of the gate and the same tile of up, in two accumulators that meet in reg
 A backward pass that kept nothing computes gate and up again; one that kept the two reads them (`_glu_bwd_kernel`).
 """
 
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +17,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import choose_path
 from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
-from gossamer.rowsparse._torch.linear_source import linear
+from gossamer.rowsparse.formats import linear
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""

@@ -38,7 +38,7 @@ from gossamer.integrations.transformers._layouts import (
     why_not_sparse,
 )
 from gossamer.nn.plain import KEPT, forget_parts, of_parts, weight_and_bias, why_called
-from gossamer.rowsparse._torch.linear_source import linear
+from gossamer.rowsparse.formats import linear
 
 _PATCH = "integrations.transformers.patch"
 

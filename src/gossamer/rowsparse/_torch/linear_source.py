@@ -1,18 +1,10 @@
 """Overflowed rows of a linear layer, computed again on the CPU."""
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from gossamer.rowsparse._torch.pack import overflowed_rows
+from gossamer.rowsparse.formats import linear
 from gossamer.rowsparse.records import LinearRows
-
-
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x @ weight.T + bias in the dtype of weight; a bias of another dtype is added in float32 at least."""
-    if bias is None or bias.dtype is weight.dtype:
-        # Strides of a bias change which product cuBLAS makes, and so its rounding.
-        return F.linear(x, weight, None if bias is None else bias.contiguous())
-    return (F.linear(x, weight) + bias).to(weight.dtype)
 
 
 def activate_(z: Tensor, threshold: Tensor | None) -> Tensor:
