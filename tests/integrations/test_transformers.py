@@ -163,6 +163,17 @@ def test_losses_with_edited_rows(family: str, before: str, hook: str) -> None:
     assert not model.get_submodule(hook)._forward_pre_hooks and not model.get_submodule(before)._forward_hooks
 
 
+def test_losses_of_a_model_without_a_head_and_of_a_module_that_returns_an_output() -> None:
+    """A base model has no logits, and its whole output may be edited where a head follows."""
+    model, tokenizer = language_model(), byte_level()
+    edits = [lambda rows: rows, torch.zeros_like, lambda rows: rows.flip(1) * 5]
+    sizes = {"context_size": 12, "batch_size": 3}
+    assert Activations(model.transformer, tokenizer, TEXTS, "h.1", **sizes).losses(*edits) == []
+    base = Activations(model, tokenizer, TEXTS, "transformer", **sizes).losses(*edits)
+    assert base == Activations(model, tokenizer, TEXTS, "lm_head", which="input", **sizes).losses(*edits)
+    assert len(set(base)) == 3
+
+
 def test_autoencoders_train_on_a_model(tmp_path: Path) -> None:
     """One pass of the model serves a sweep, and its loss says how much of it each autoencoder recovers."""
     model = language_model()

@@ -7,6 +7,7 @@ import inspect
 import re
 from array import array
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from pathlib import Path
@@ -130,7 +131,7 @@ class Activations:
             batches: of `batch_size` contexts.
 
         Returns:
-            Of each edit the mean, in nats a token, over tokens that are rows.
+            Of each edit the mean, in nats a token, over tokens that are rows; nothing of a model without logits.
 
         >>> own, without = source.losses(lambda rows: rows, torch.zeros_like)
         """
@@ -140,7 +141,10 @@ class Activations:
             is_row = self._contexts(self._is_row, first, end)
             for edit, total in zip(edits, sums):
                 out = self._run(ids, partial(_edited, is_row, edit))
-                logits = (out.logits if hasattr(out, "logits") else out)[:, :-1][is_row[:, 1:]].float()
+                logits = getattr(out, "logits", out)
+                if not isinstance(logits, Tensor):
+                    return []
+                logits = logits.to(ids.device)[:, :-1][is_row[:, 1:]].float()
                 loss = torch.nn.functional.cross_entropy(logits, ids[:, 1:][is_row[:, 1:]], reduction="sum")
                 total += torch.tensor([float(loss), len(logits)])
         return (sums[:, 0] / sums[:, 1]).tolist()
@@ -154,7 +158,7 @@ class Activations:
     def _rows(self, first: int, end: int) -> Tensor:
         ids = self._contexts(self._ids, first, end).long()
         found = self._run(ids)
-        value = found[0] if isinstance(found, tuple | list) or hasattr(found, "to_tuple") else found
+        value = _first(found)
         if not isinstance(value, Tensor) or value.dim() != 3 or value.shape[:2] != ids.shape:
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ValueError(
@@ -197,10 +201,17 @@ class Activations:
 
 def _edited(is_row: Tensor, edit: Callable[[Tensor], Tensor], found: Any) -> Any:
     """A hook's view with other rows; the activation of a BOS token, which is no row, stays."""
-    value = found[0] if isinstance(found, tuple | list) else found
+    value, is_row = _first(found), is_row.to(_first(found).device)
     new = value.clone()
     new[is_row] = edit(value[is_row])
+    if hasattr(found, "to_tuple"):
+        return replace(found, **{next(iter(found)): new})
     return (new, *found[1:]) if isinstance(found, tuple | list) else new
+
+
+def _first(found: Any) -> Any:
+    """The activation of a hook's view, which may be a tuple or an output of transformers."""
+    return found[0] if isinstance(found, tuple | list) or hasattr(found, "to_tuple") else found
 
 
 class _Found(Exception):
