@@ -56,7 +56,7 @@ class Array:
 
 class Source:
     """Rows of a source as batches `[size, d_in]` with the device and dtype of `like` `[d_in, ...]`, cut alike always;
-    a `like` of shape `[0]` takes rows of any width.
+    a `like` of shape `[0]` takes rows of any one width.
 
     `length` is the number of rows, None where only an iterator knows; `text` the tokens that the rows belong to, or
     None. `close` ends the thread that reads ahead. The garbage collector must not be left to do that: it would wait for
@@ -68,6 +68,8 @@ class Source:
         text = getattr(source, "text", None)
         self.text: Text | None = text if isinstance(text, Text) else None
         self.size, self.like = size, like
+        # The width of all rows, and the array that gave it, if that is not `like`.
+        self._width, self._wide = int(like.shape[0]), "the SAE"
         self._rows_from: Callable[[int], Iterable[Any]] | None = None
         if isinstance(source, Tensor | np.ndarray):
             self.arrays = [_array(source, "source")]
@@ -147,9 +149,9 @@ class Source:
         held = 0
         for number, batch in enumerate(found):
             array = _array(batch, f"batch {number} of source")
-            _check_width(array.d, self.like.shape[0], array.name)
+            self._check_width(array)
             # Before they are joined: the common dtype of two may hold neither.
-            piece = array.read(0, array.length)
+            piece = array.read(0, array.length).detach()
             if self._is_read_ahead and self.like.is_cuda:
                 piece = piece.to(self.like.dtype).pin_memory()
             piece = piece.to(self.like.device, self.like.dtype, non_blocking=self._is_read_ahead)
@@ -171,7 +173,7 @@ class Source:
         """The rows from `start` on, at most `limit`."""
         assert self.arrays is not None
         for array in self.arrays:
-            _check_width(array.d, self.like.shape[0], array.name)
+            self._check_width(array)
         for array in self.arrays:
             first, start = min(start, array.length), max(start - array.length, 0)
             while first < array.length and limit != 0:
@@ -179,6 +181,15 @@ class Source:
                 yield array.read(first, count)
                 first += count
                 limit = None if limit is None else limit - count
+
+    def _check_width(self, array: Array) -> None:
+        if not self._width:
+            self._width, self._wide = array.d, array.name
+        if array.d != self._width:
+            raise ValueError(
+                f"extract: {array.name} must have shape [..., d_in] with d_in = {self._width} like {self._wide}, got "
+                f"{array.d}. Leave it out, or give rows of one width."
+            )
 
 
 def ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]:
@@ -203,11 +214,6 @@ def ahead(batches: Iterator[Tensor], device: torch.device) -> Generator[Tensor]:
                 current.wait_event(ready)
                 batch.record_stream(current)
             yield batch
-
-
-def _check_width(d: int, d_in: int, name: str) -> None:
-    if d_in not in (0, d):
-        raise ValueError(f"extract: {name} must have shape [..., d_in] with d_in = {d_in} like the SAE, got {d}.")
 
 
 def _array(data: Any, name: str) -> Array:
