@@ -88,7 +88,7 @@ def test_a_full_disk(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert code == 0 and "100 rows, " in output
 
 
-def test_train_extract_and_show(files: Path) -> None:
+def test_train_extract_and_show(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same command again finds a finished run; its folders are autoencoders for the other commands."""
     given = ("train", files / "acts.npy", "--out", files / "run", "--d-sae", 24, "--batch-size", 8, "--device", "cpu")
     given = (*given, "--checkpoint-every", 4, "--log-every", 2, "--sweep", "l0=2,4", "--set", "aux_k=3")
@@ -103,12 +103,21 @@ def test_train_extract_and_show(files: Path) -> None:
     for changed, message in (
         (("--lr", 1), "holds a run of other settings: lr None there and 1.0 here"),
         (("--kind", "vae", "--out", files / "b"), "kind must be one of topk"),
+        (("--set", "k=8", "--out", files / "b"), "options must not have k, which follows from l0. Give l0."),
+        (("--sweep", "l0=8", "--out", files / "b"), "l0 must be given once, got l0=8 too. Commas separate the values"),
+        (("--sweep", "lr=abc", "--out", files / "b"), "lr must be a number, got str"),
         (("--hook", "h", "--out", files / "b"), "gossamer sae train: --model and --hook belong together"),
         (("--batch-size", 99, "--out", files / "b"), "source must have a batch of 99 rows beside 99"),
         (("--log", "paper", "--out", files / "b"), "gossamer sae train: --log must be tensorboard or wandb"),
     ):
         code, output = run(*given, *changed)
         assert code == 2 and message in re.sub(r"[\s│]+", " ", output), output
+    code, output = run(*given[:-4], "--sweep", "l0=abc", "--out", files / "b")
+    assert code == 2 and "gossamer sae train: l0 must be a number, got str" in re.sub(r"[\s│]+", " ", output), output
+    with monkeypatch.context() as torchrun:
+        torchrun.setenv("TORCHELASTIC_RUN_ID", "none")
+        code, output = run(*given)
+    assert code == 2 and "one process trains a run, got those of torchrun" in re.sub(r"[\s│]+", " ", output), output
     file = next((files / "run" / "checkpoints").glob("*11.safetensors"))
     file.write_bytes(file.read_bytes()[:-9])
     code, output = run(*given)

@@ -282,6 +282,9 @@ def test_other_settings_are_refused(corpus: Corpus, tmp_path: Path) -> None:
     Run(SMALL, corpus, tmp_path)
     with pytest.raises(ValueError, match=r"holds a run of other settings: steps 12 there and 13 here, l1 0.05 there"):
         Run(replace(SMALL, steps=13, l1=0.1), corpus, tmp_path)
+    for name in ("checkpoint_every", "keep"):
+        with pytest.raises(ValueError, match=f"train: {name} must be at least 1, got 0"):
+            Run(SMALL, corpus, tmp_path, **{name: 0})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"vocabulary must be at least that of the corpus, 64, got 32"):
         Run(replace(SMALL, vocabulary=32), corpus, tmp_path / "other")
     with pytest.raises(ValueError, match=r"the corpus must have sequences of 5000 tokens"):

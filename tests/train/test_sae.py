@@ -14,12 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer import nn
+from gossamer.extract.source import Source
 from gossamer.train import SAEConfig, SAERun, checkpoint, evaluate_sae
 from gossamer.train.sae import KINDS, in_units_of_x
 
@@ -264,10 +266,139 @@ def test_other_settings_and_sources_are_refused(tmp_path: Path) -> None:
     for changes, message in (
         ({"kind": "vae"}, "kind must be one of topk, batchtopk, "),
         ({"buffer": 70}, "buffer must be a multiple of batch = 16, got 70"),
-        ({"sweep": {"l0": []}}, "sweep must have a value or more"),
+        ({"sweep": {"l0": []}}, "sweep must have a list of values for each name"),
         ({"sweep": {"l0": [2, 2]}}, "sweep must name each value once"),
         ({"options": {"widht": 3}}, "options must be arguments of nn.TopKSAE: .*widht"),
+        ({"options": {"k": 8}}, "options must not have k, which follows from l0. Give l0"),
+        ({"sweep": {"target_l0": [4, 8]}}, "sweep must not have target_l0, which follows from l0. Give l0"),
+        ({"options": {"seed": 8}}, "options must not have seed. Give it beside them"),
+        ({"sweep": {"l0": 16}}, "sweep must have a list of values for each name, got {'l0': 16}"),
+        ({"seed": -1}, "seed must be an int from 0 to .*, got -1"),
+        ({"sweep": {"seed": [0, "a"]}}, "seed must be an int from 0 to .*, got 'a'"),
         ({"kind": "gated", "sweep": {}, "l0": 3}, "kind gated takes no l0, got 3. Give its option l1_coefficient"),
     ):
         with pytest.raises(ValueError, match=message):
             run(replace(SMALL, **changes), rows(), tmp_path / "other")
+    for name in ("checkpoint_every", "log_every", "keep"):
+        with pytest.raises(ValueError, match=f"train: {name} must be at least 1, got 0"):
+            run(SMALL, rows(), tmp_path / "other", **{name: 0})
+
+
+def test_rows_of_two_widths_are_refused_by_name(tmp_path: Path) -> None:
+    for name, width in (("a", 12), ("b", 7)):
+        np.save(tmp_path / f"{name}.npy", rows()[:400, :width].numpy())
+    message = r"b.npy must have shape .* with d_in = 12 like .*a.npy, got 7. Leave it out, or give rows of one width"
+    with pytest.raises(ValueError, match=message):
+        run(SMALL, [tmp_path / "a.npy", tmp_path / "b.npy"], tmp_path / "run")
+    message = r"batch 1 of source must have shape .* with d_in = 12 like batch 0 of source, got 7"
+    with pytest.raises(ValueError, match=message):
+        run(SMALL, iter([rows()[:400], rows()[:400, :7]]), tmp_path / "run").train()
+
+
+def test_rows_with_a_gradient_train_like_those_without(tmp_path: Path) -> None:
+    run(SMALL, rows(), tmp_path / "plain").train()
+    run(SMALL, rows().requires_grad_(), tmp_path / "grad").train()
+    assert files(tmp_path / "plain") == files(tmp_path / "grad")
+
+
+def test_a_run_trains_once(tmp_path: Path) -> None:
+    whole = run(SMALL, iter(rows(1200).split(50)), tmp_path)
+    with pytest.raises(Stopped):
+        whole.train(stop(10))
+    with pytest.raises(RuntimeError, match=r"a SAERun trains once\. Another of the same folder goes on"):
+        whole.train()
+
+
+def test_a_run_that_ends_early_reads_no_whole_block(tmp_path: Path) -> None:
+    reads = []
+
+    class Slow:
+        def __len__(self) -> int:
+            return 1400
+
+        def rows_from(self, start: int) -> Iterator[Tensor]:
+            for number, row in enumerate(rows(1400)[start:].split(1)):
+                reads.append(number)
+                time.sleep(0.001 if number > 700 else 0)
+                yield row
+
+    with pytest.raises(Stopped):
+        run(replace(SMALL, buffer=640, steps=None), Slow(), tmp_path).train(stop(5))
+    assert len(reads) < 1300
+
+
+class WithLosses:
+    """Rows of a model whose losses are given."""
+
+    def __init__(self, losses: Any) -> None:
+        self.losses, self.asked = losses, False
+
+    def __len__(self) -> int:
+        return 700
+
+    def rows_from(self, start: int) -> Iterator[Tensor]:
+        # cuBLAS reads it in the model's first product.
+        self.asked = self.asked or "CUBLAS_WORKSPACE_CONFIG" in os.environ
+        yield from rows()[start:].split(50)
+
+
+def test_a_model_that_has_no_loss_costs_no_results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*edits: Any) -> list[float]:
+        raise TypeError("no loss")
+
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    source = WithLosses(broken)
+    whole = run(SMALL, source, tmp_path / "broken")
+    assert source.asked
+    with pytest.raises(TypeError, match="no loss"):
+        whole.train()
+    kept = json.loads((tmp_path / "broken" / "results.json").read_text())
+    assert [found["name"] for found in kept] == ["l0=2", "l0=4"] and "loss" not in kept[0]
+    assert nn.load_sae(tmp_path / "broken" / "l0=4").k == 4
+    for name, measured, names in (
+        ("none", [], set()),
+        ("same", [1.0, 1.0, 1.0], {"model loss", "loss without", "loss"}),
+    ):
+        run(SMALL, WithLosses(lambda *edits, measured=measured: measured), tmp_path / name).train()
+        again = json.loads((tmp_path / name / "results.json").read_text())
+        assert [set(new) - set(old) for new, old in zip(again, kept)] == [names, names]
+
+
+@pytest.mark.gpu
+def test_losses_of_a_model_on_another_device(tmp_path: Path) -> None:
+    def losses(*edits: Any) -> list[float]:
+        found = [edit(rows()[:32]) for edit in edits]
+        assert all(edited.device.type == "cpu" for edited in found)
+        return [0.0, 1.0, float((found[2] - found[0]).square().mean())]
+
+    whole = run(SMALL, WithLosses(losses), tmp_path, device="cuda")
+    whole.train()
+    assert "loss recovered" in whole.results[0]
+
+
+def test_a_run_that_is_refused_closes_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed, close = [], Source.close
+    monkeypatch.setattr(Source, "close", lambda source: (closed.append(source), close(source)))
+    with pytest.raises(ValueError, match="options must be arguments"):
+        run(replace(SMALL, options={"widht": 3}), rows(), tmp_path)
+    assert len(closed) == 1
+
+
+def test_files_that_no_run_wrote_are_named(tmp_path: Path) -> None:
+    run(SMALL, rows(), tmp_path).train()
+    log = tmp_path / "log.jsonl"
+    whole = log.read_text()
+    for line in ("\0\0\n", "[]\n", '{"loss/0": 1}\n'):
+        log.write_text(whole + line)
+        with pytest.raises(ValueError, match=r"log.jsonl is damaged at the line .*Remove the line"):
+            run(SMALL, rows(), tmp_path)
+    log.write_text(whole)
+    foreign = tmp_path / "checkpoints" / "step-mine.safetensors"
+    foreign.write_bytes(b"")
+    with pytest.raises(ValueError, match=r"step-mine.safetensors is no checkpoint.*Move it to another folder"):
+        run(SMALL, rows(), tmp_path)
+    foreign.unlink()
+    other = tmp_path / "checkpoints" / "step-00000099.safetensors"
+    save_file({"x": torch.ones(2)}, other, {"crc32": "{", "step": "99"})
+    with pytest.raises(ValueError, match=r"step-00000099.safetensors is corrupt"):
+        run(SMALL, rows(), tmp_path)

@@ -159,6 +159,8 @@ def train(
         write_text("gossamer sae train", out / "report.html", render(out.resolve().name, read(out)))
 
     with _told("train"), steps_bar(console) as bar:
+        if distributed.is_torchelastic_launched():
+            raise ValueError("gossamer sae train: one process trains a run, got those of torchrun. Start it without.")
         where = resolve_device(device, "gossamer sae train")
         values = {name: [*value] if isinstance(value, tuple) else [value] for name, value in set_fields(sweep).items()}
         config = SAEConfig(

@@ -180,6 +180,8 @@ def set_fields(given: list[str]) -> dict[str, Any]:
     found = {}
     for item in given:
         name, _, value = item.partition("=")
+        if name in found:
+            raise ValueError(f"{name} must be given once, got {item} too. Commas separate the values of a sweep.")
         try:
             found[name] = ast.literal_eval(value)
         except (ValueError, SyntaxError):

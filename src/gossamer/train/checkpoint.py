@@ -24,8 +24,17 @@ Held = Mapping[str, Tensor]
 
 
 def found(folder: Path) -> list[tuple[int, Path]]:
-    """Steps and files of the checkpoints in a folder, the oldest first."""
-    return sorted((int(file.stem.removeprefix("step-")), file) for file in folder.glob("step-*.safetensors"))
+    """Steps and files of the checkpoints in a folder, the oldest first.
+
+    Raises:
+        ValueError: a file of another's, which only its name makes a checkpoint.
+    """
+    steps = {}
+    for file in folder.glob("step-*.safetensors"):
+        if not (number := file.stem.removeprefix("step-")).isdecimal():
+            raise ValueError(f"{_OPERATOR}: {file} is no checkpoint, named after its step. Move it to another folder.")
+        steps[int(number)] = file
+    return sorted(steps.items())
 
 
 def save(folder: Path, step: int, held: Held, optimizer: Optimizer, keep: int, write: bool = True) -> None:
@@ -71,8 +80,9 @@ def load(file: Path, held: Held, optimizer: Optimizer) -> int:
             metadata = opened.metadata() or {}
             tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no mapping
         sums = json.loads(metadata["crc32"])
+        step = int(metadata["step"])
         broken = [name for name, tensor in tensors.items() if sums.get(name) != _checksum(tensor)]
-    except (SafetensorError, KeyError, OSError) as error:
+    except (SafetensorError, KeyError, OSError, ValueError, AttributeError) as error:
         raise ValueError(_broken(file, str(error))) from error
     if broken:
         raise ValueError(_broken(file, f"{broken[0]} has another checksum"))
@@ -80,7 +90,6 @@ def load(file: Path, held: Held, optimizer: Optimizer) -> int:
     wanted = held.keys() | {f"{moment}/{name}" for name in trained for moment in _MOMENTS}
     if wanted != tensors.keys():
         raise ValueError(f"{_OPERATOR}: checkpoint {file} is of another model: {sorted(wanted ^ tensors.keys())[:3]}.")
-    step = int(metadata["step"])
     with torch.no_grad():
         for name, tensor in held.items():
             tensor.copy_(_like(tensor, tensors[name]))

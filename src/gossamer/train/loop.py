@@ -14,6 +14,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
+from gossamer._core import checks
 from gossamer.ffn.training import columns_for, light_mean, lists_are_faster, sizes_for
 from gossamer.sparsity import DeadNeuronTracker, reinitialize_, scalars
 from gossamer.train.config import Config
@@ -258,6 +259,8 @@ class Run(Resumable):
 
     def _check(self) -> None:
         config = self.config
+        for name in ("checkpoint_every", "keep"):
+            checks.positive("train", name, getattr(self, name), "It is a number of steps or checkpoints.")
         if self.corpus.vocabulary > config.vocabulary:
             raise ValueError(
                 f"train: vocabulary must be at least that of the corpus, {self.corpus.vocabulary}, got "

@@ -56,9 +56,18 @@ class Resumable:
         if log.exists():
             # Steps after the checkpoint come again, and a killed process may have left half a line.
             lines = [line for line in log.read_text().splitlines(keepends=True) if line.endswith("\n")]
-            self.records = [record for line in lines if (record := json.loads(line))["step"] <= self.step]
+            self.records = [record for record in map(self._record, lines) if record["step"] <= self.step]
         if self.rank == 0:
             files.write_text("train", log, "".join(json.dumps(record) + "\n" for record in self.records))
+
+    def _record(self, line: str) -> Record:
+        try:
+            record: Record = json.loads(line)
+            return record | {"step": int(record["step"])}
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(
+                f"train: {self.folder / 'log.jsonl'} is damaged at the line {line!r:.80}. Remove the line."
+            ) from error
 
     def _saved(self) -> list[tuple[int, Path]]:
         return checkpoint.found(self.folder / "checkpoints")
@@ -88,11 +97,15 @@ class Resumable:
         return moment
 
 
+def ask_cublas() -> None:
+    """Lets cuBLAS, which looks once, when it is first used, give the same bits: PyTorch asks for this setting."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
 @contextmanager
 def reproducible() -> Iterator[None]:
     """Lets the same steps give the same bits: by default the backward pass of attention adds in any order."""
-    # PyTorch asks for it, and cuBLAS reads it when it is first used.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    ask_cublas()
     flags: Any = deterministic
     before = torch.are_deterministic_algorithms_enabled(), flags.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)

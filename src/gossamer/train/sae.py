@@ -20,7 +20,7 @@ from gossamer import nn, sae
 from gossamer._core import checks, files
 from gossamer.extract.source import Source, ahead, checksum
 from gossamer.train.config import Settings
-from gossamer.train.resumable import Record, Resumable, reproducible
+from gossamer.train.resumable import Record, Resumable, ask_cublas, reproducible
 
 KINDS: dict[str, Any] = {
     "topk": nn.TopKSAE,
@@ -51,9 +51,9 @@ class SAEConfig(Settings):
         l0: latents of a row, `k` or `target_l0` of the class; None is 32, and right for the two kinds with L1.
         lr: of Adam; None takes 2e-4 * (16384 / d_sae)^0.5. It falls to 0 over the last fifth of the steps.
         seed: of weights and of the order of rows.
-        options: other arguments of the class.
-        sweep: by the name of an argument above, or of an option, the values to train an autoencoder with each. Several
-            names give all combinations.
+        options: other arguments of the class, without `k` and `target_l0`.
+        sweep: by the name of d_sae, l0, lr, seed or an option, the list of values to train an autoencoder with each.
+            Several names give all combinations.
         steps: optimizer steps; None goes through the source once.
         batch: rows of a step.
         buffer: rows that are shuffled together, a multiple of batch; up to three times as many are in memory.
@@ -63,7 +63,8 @@ class SAEConfig(Settings):
         source: the checksum of the first rows, which a `SAERun` fills in.
 
     Raises:
-        ValueError: an unknown kind or dtype, a size that does not fit, an empty sweep.
+        ValueError: an unknown kind or dtype, a size or seed that does not fit, an empty sweep, a name that another
+            argument sets.
         TypeError: a size that is no int.
 
     >>> SAEConfig(sweep={"l0": [16, 32]}).names
@@ -99,8 +100,19 @@ class SAEConfig(Settings):
                 raise ValueError(
                     f"{_OPERATOR}: {name} must be a multiple of batch = {self.batch}, got {getattr(self, name)}."
                 )
-        if not all(self.sweep.values()):
-            raise ValueError(f"{_OPERATOR}: sweep must have a value or more for each name, got {self.sweep}.")
+        for name in ("options", "sweep"):
+            for argument in {"k", "target_l0"} & {*getattr(self, name)}:
+                raise ValueError(f"{_OPERATOR}: {name} must not have {argument}, which follows from l0. Give l0.")
+        for argument in {"d_sae", "l0", "lr", "seed"} & {*self.options}:
+            raise ValueError(f"{_OPERATOR}: options must not have {argument}. Give it beside them.")
+        if not all(isinstance(values, list) and values for values in self.sweep.values()):
+            raise ValueError(f"{_OPERATOR}: sweep must have a list of values for each name, got {self.sweep}.")
+        for seed in (self.seed, *self.sweep.get("seed", ())):
+            if type(seed) is not int or not 0 <= seed < 1 << 63:
+                raise ValueError(f"{_OPERATOR}: seed must be an int from 0 to 2^63 - 1, got {seed!r}.")
+        for l0 in (self.l0, *self.sweep.get("l0", ())):
+            if l0 is not None:
+                checks.number(_OPERATOR, "l0", l0, "It is the number of latents of a row.")
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"{_OPERATOR}: sweep must name each value once, got {self.sweep}.")
 
@@ -161,7 +173,8 @@ class SAERun(Resumable):
         models: a `ModuleList`, with `scale` `[]`.
         step, records: as in `Run`. A record has the means of the steps since the one before; those of
             autoencoder number i have the suffix `/i`.
-        results: of each autoencoder its `evaluate_sae`, once the run is finished.
+        results: of each autoencoder its `evaluate_sae`, once the run is finished; and of a source with `losses` the
+            losses and, where the module matters to the model, the loss recovered.
 
     Raises:
         ValueError: a folder with a run of other settings or of another source, too few rows, a corrupt checkpoint.
@@ -183,11 +196,21 @@ class SAERun(Resumable):
         log_every: int = 50,
         keep: int = 2,
     ) -> None:
+        ask_cublas()
+        for name, value in (("checkpoint_every", checkpoint_every), ("log_every", log_every), ("keep", keep)):
+            checks.positive("train", name, value, "It is a number of steps or checkpoints.")
         self.folder, self.device, self.keep, self.given = Path(folder), torch.device(device), keep, source
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
         self._stopped = False
         # Rows of any width, which the shuffled block takes from the host.
         self.source = Source(source, key, config.batch, torch.empty(0, dtype=getattr(torch, config.dtype)))
+        try:
+            self._prepare(config)
+        except BaseException:
+            self.source.close()
+            raise
+
+    def _prepare(self, config: SAEConfig) -> None:
         self.config = self._sized(config)
         held = [*self.source.read(0, self.config.held_out)]
         if sum(map(len, held)) < self.config.held_out:
@@ -227,23 +250,35 @@ class SAERun(Resumable):
     def train(self, show: Callable[[Record], Any] = lambda record: None) -> None:
         """Trains to the last step, evaluates, and writes the autoencoders. `show` takes each record.
 
+        A source with `losses`, as `Activations`, gives the loss recovered last: all files are written before.
+
         Raises:
             FloatingPointError: a loss or weight is NaN or infinite. The last checkpoint is good.
             OSError: a checkpoint could not be written. Older ones are good.
             ValueError: the source ended early.
+            RuntimeError: a second call.
         """
-        batches, self._stopped = self._batches(), False
+        if self._stopped:
+            raise RuntimeError("train: a SAERun trains once. Another of the same folder goes on from there.")
+        batches = self._batches()
         with closing(self.source), reproducible(), closing(batches), closing(ahead(batches, self.device)) as moved:
             try:
                 self._train(moved, show)
             finally:
                 # The thread that reads a block need not read all of it.
                 self._stopped = True
-        self.results = []
-        for name, model in zip(self.config.names, self.models):
-            finished = in_units_of_x(model, self.models.scale)
-            self.results.append({"name": name, **self._evaluated(finished)})
-            nn.save_sae(finished, self.folder / name)
+        finished, self.results = [in_units_of_x(model, self.models.scale) for model in self.models], []
+        for name, model in zip(self.config.names, finished):
+            self.results.append({"name": name, **evaluate_sae(model, self.held_out, self.config.batch)})
+            nn.save_sae(model, self.folder / name)
+        self._write_results()
+        if callable(losses := getattr(self.given, "losses", None)):
+            # The model may be of a kind that has none: autoencoders are on the disk by now.
+            for found, model in zip(self.results, finished):
+                found |= _recovered(losses, model)
+            self._write_results()
+
+    def _write_results(self) -> None:
         files.write_text("train", self.folder / "results.json", json.dumps(self.results, indent=1))
 
     def _train(self, batches: Iterator[Tensor], show: Callable[[Record], Any]) -> None:
@@ -353,17 +388,20 @@ class SAERun(Resumable):
             yield epoch, first, count, place - first
             step += count - (place - first)
 
-    def _evaluated(self, model: Any) -> dict[str, Any]:
-        found = evaluate_sae(model, self.held_out, self.config.batch)
-        if callable(losses := getattr(self.given, "losses", None)):
 
-            def reconstructed(rows: Tensor) -> Tensor:
-                return model(rows.to(model.W_enc.dtype)).to(rows.dtype)
+def _recovered(losses: Callable[..., list[float]], model: Any) -> dict[str, float]:
+    """A language model's losses with an autoencoder's rows, and the share of its loss recovered."""
 
-            own, without, ours = losses(lambda rows: rows, torch.zeros_like, reconstructed)
-            found |= {"model loss": own, "loss without": without, "loss": ours}
-            found["loss recovered"] = (without - ours) / (without - own)
-        return found
+    def reconstructed(rows: Tensor) -> Tensor:
+        return model(rows.to(model.W_enc)).to(rows)
+
+    measured = losses(lambda rows: rows, torch.zeros_like, reconstructed)
+    if not measured:
+        return {}
+    own, without, ours = measured
+    found = {"model loss": own, "loss without": without, "loss": ours}
+    # A module that the logits do not depend on has no share.
+    return found if own == without else found | {"loss recovered": (without - ours) / (without - own)}
 
 
 @torch.no_grad()
