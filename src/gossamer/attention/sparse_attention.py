@@ -299,6 +299,10 @@ def _fake(call: SparseAttention) -> tuple[Tensor, Tensor]:
     return q.new_empty(b, tq, h, d).transpose(1, 2), q.new_empty((b, h, tq), dtype=wide)
 
 
+def _path_of(call: SparseAttention) -> Path:
+    return cast(Path, call.path)
+
+
 def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mapping[str, Tensor | None]:
     out, lse = kept
     grad, grad_lse = grads
@@ -321,7 +325,7 @@ def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mappi
     SparseAttention,
     cpu=_cpu.sparse_attention,
     fake=_fake,
-    choose_path=lambda call: call.path,
+    choose_path=_path_of,
     paths=PATHS,
     backward=_backward,
     saved=("q", "k", "v", "words", "lengths", "q_idx", "k_idx", "w", "bias"),
