@@ -48,9 +48,12 @@ def sparse_ffn(call: SparseFfn) -> tuple[Tensor, Tensor]:
 def _readable(operands: Operands, is_few: bool) -> Operands:
     """The operands, or copies of what kernels do not read as it lies: few rows read W_down in any layout, and rows of x
     and of the other weights that are contiguous each."""
-    *first, down_weight, down_bias = operands
+    x, *first, down_weight, down_bias = operands
+    assert x is not None
     rows = rows_contiguous if is_few else Tensor.contiguous
-    read = [None if t is None else rows(t) if t.dim() == 2 else t.contiguous() for t in (*first, down_bias)]
+    # Kernels of few rows count elements of x in 32 bits.
+    x = x.contiguous() if x.stride(0) >= (1 << 31) // few.ROWS else x
+    read = [None if t is None else rows(t) if t.dim() == 2 else t.contiguous() for t in (x, *first, down_bias)]
     return *read[:-1], down_weight, read[-1]
 
 
