@@ -1,8 +1,6 @@
 """What only a GPU can show: graphs, no waiting, streams, threads, several devices, memory, and very large tensors."""
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -11,6 +9,7 @@ from torch import Tensor
 
 from gossamer import gemm, rowsparse, sae
 from gossamer.testing import assert_close, assert_exact, random_rows
+from tests.syncs import without_a_sync
 
 pytestmark = pytest.mark.gpu
 
@@ -26,17 +25,6 @@ def integers(shape: tuple[int, ...], l0: int | list[int], seed: int = 0, **optio
 def filled(m: int, n: int, seed: int) -> Tensor:
     """[m, n] of rows with 0 to 79 entries, others each time."""
     return integers((m, n), [(7 * row + 13 * seed) % 80 for row in range(m)], seed)
-
-
-@contextmanager
-def without_sync() -> Iterator[None]:
-    """Raises where the host waits for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("options", CAPTURABLE, ids=str)
@@ -123,7 +111,7 @@ def test_nothing_waits(m: int, n: int, d: int) -> None:
             repr(rows), rows.overflowed
 
     everything()
-    with without_sync():
+    with without_a_sync():
         everything()
 
 

@@ -12,6 +12,7 @@ from gossamer._core.ops import INTERPRET
 from gossamer.ffn import costs
 from gossamer.rowsparse import Density
 from tests.ffn.dense import METHODS, SMALL, call, check, dense, operands, value
+from tests.syncs import without_a_sync
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -265,10 +266,7 @@ def test_no_wait(device: torch.device, generator: torch.Generator) -> None:
     a, tracker = operands((300, 256, 1032, 272), torch.bfloat16, device, generator, 1.5), ffn.BlockTracker(lag=50)
     for method in ("auto", *METHODS):
         call(a, method=method)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_a_sync():
         for method in ("auto", *METHODS):
             call(a, method=method)
         call(a, density=tracker)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -25,6 +25,7 @@ from tests.ffn.trained import (
     reference,
     taken,
 )
+from tests.syncs import without_a_sync
 
 
 @pytest.mark.parametrize("activation", ["relu", "relu2"])
@@ -198,11 +199,8 @@ def test_no_wait(device: torch.device, generator: torch.Generator) -> None:
     for method, density in (("gather", None), ("auto", tracker)):
         gradients(ours, block(ours, method=method, density=density), grad)
         torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_a_sync():
             gradients(ours, block(ours, method=method, density=density), grad)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.gpu

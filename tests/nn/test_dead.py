@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gossamer import nn
 from tests.nn import dense
+from tests.syncs import without_a_sync
 
 AUX = {"aux_coefficient": 0.3, "aux_k": 8}
 PRE = {"pre_act_coefficient": 0.05}
@@ -146,12 +147,9 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
         model = model_with_dead(kind, x, 12)
         given = dense.given(model, x)
         model.loss(*given).loss.backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_a_sync():
             model.loss(*given).loss.backward()
             model.dead()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer import nn
 from tests.nn import dense
+from tests.syncs import without_a_sync
 
 MATRYOSHKA: list[dict[str, Any]] = [
     {},
@@ -109,11 +110,8 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
     for kind in KINDS:
         model = make(kind, device)
         model.loss(x).loss.backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_a_sync():
             model.loss(x).loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("training", [True, False])

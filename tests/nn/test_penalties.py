@@ -8,6 +8,7 @@ import torch
 
 from gossamer import nn
 from tests.nn import dense
+from tests.syncs import without_a_sync
 
 RECIPES: dict[str, dict[str, Any]] = {
     "step": {},
@@ -103,11 +104,8 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
     for recipe in RECIPES.values():
         model = dense.make("jumprelu", device, **recipe)
         model.loss(x).loss.backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_a_sync():
             model.loss(x).loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

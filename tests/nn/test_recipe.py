@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from benchmarks.nn.recover_dictionary import KINDS, SETTINGS, SHORT, Outcome, Setting, rows, train
 from gossamer import nn, sae
+from tests.syncs import without_a_sync
 
 D_IN, D_SAE, TARGET = 24, 96, 3.0
 
@@ -306,9 +307,6 @@ def test_published_recipes_reach_a_target(options: dict[str, Any], device: torch
 def test_loss_without_a_sync(device: torch.device) -> None:
     x, model = batches(3, device), make(device, warm_up=1)
     steps(model, x[:1])
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_a_sync():
         for _ in range(41):
             model.loss(x[1]).loss.backward()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer import gemm, nn, sae
 from gossamer.testing import assert_close
+from tests.syncs import without_a_sync
 
 D_IN, D_SAE = 16, 96
 
@@ -209,11 +210,8 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
     x = sample(64, generator)
     for model in models(device=device):
         model.loss(x).loss.backward()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_a_sync():
             model.loss(x).loss.backward()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from gossamer.sae.encode_path import RANKED
 from gossamer.testing import assert_close, assert_exact, dense64
 from tests import strategies
 from tests.sae.dense import encode_with_l0, selected, valued, whole
+from tests.syncs import without_a_sync
 
 NAN, INF = math.nan, math.inf
 ACTIVATIONS = ("relu", "jumprelu", "topk", "abstopk", "batchtopk")
@@ -517,11 +518,8 @@ def test_capture_without_a_sync(activation: str, m: int, device: torch.device, g
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         run()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_a_sync():
             eager = run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -560,13 +558,8 @@ OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
         ({"W_enc": None}, TypeError, r"sae.encode: W_enc must be a torch.Tensor, got None"),
         ({"x": OK_X.long()}, TypeError, r"x must be float32, float16 or bfloat16 .* got int64"),
         ({"x": OK_X.half()}, TypeError, r"x and W_enc must have one dtype, got float16 and float32"),
-        (
-            {"W_enc": torch.ones(5, 8)},
-            ValueError,
-            r"x must have shape \[..., d_in\] with d_in = 5 like W_enc, got \[2, 4\]",
-        ),
+        ({"W_enc": torch.ones(5, 8)}, ValueError, r"x must have shape \[..., d_in\] with d_in = 5 like W_enc, got"),
         ({"W_enc": torch.ones(8)}, ValueError, r"W_enc must have shape \[d_in, d_sae\], got \[8\]"),
-        ({"W_enc": torch.ones(4)}, ValueError, r"W_enc must have shape"),
         ({"b_enc": torch.ones(7)}, ValueError, r"b_enc must have shape \[d_sae\] = \[8\] like W_enc, got \[7\]"),
         ({"b_dec": torch.ones(8)}, ValueError, r"b_dec must have shape \[d_in\] = \[4\]"),
         ({"b_enc": torch.ones(8, device="meta")}, ValueError, r"b_enc must be on .* got meta"),
@@ -585,7 +578,6 @@ OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
         ({"activation": gemm.TopK(2, torch.ones(7))}, ValueError, r"scale must have shape \[d_sae\]"),
         ({"capacity": 0}, ValueError, r"capacity must be at least 1, got 0"),
         ({"capacity": 2.0}, TypeError, r"capacity must be an int, got float"),
-        ({"capacity": [2]}, TypeError, r"capacity must be an int, got list"),
         ({"capacity": "all"}, ValueError, r'capacity must be an int, None or "exact", got \'all\''),
         ({"activation": gemm.BatchTopK(2), "capacity": 3}, ValueError, r"capacity belongs to the other .* got 3 for"),
         ({"activation": gemm.TopK(2), "capacity": "exact"}, ValueError, r"capacity belongs to the other activations"),

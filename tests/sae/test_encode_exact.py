@@ -10,6 +10,7 @@ from gossamer import nn
 from gossamer.gemm import BatchTopK, JumpReLU
 from gossamer.sae import encode
 from tests.sae.dense import encode_with_l0, whole
+from tests.syncs import without_a_sync
 
 
 def operands(m: int, n: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
@@ -148,11 +149,8 @@ def test_capture_without_a_sync(device: torch.device, generator: torch.Generator
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         run()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with without_a_sync():
             want = run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from gossamer import nn, sparsity
+from tests.syncs import without_a_sync
 
 pytestmark = pytest.mark.native
 PAPER = sparsity.L1Schedule(3e-4, warmup=5000, ramp=5000)
@@ -85,16 +86,13 @@ def test_a_step_of_the_recipe_does_not_wait_for_the_device() -> None:
     block = nn.GatedMLP(64, 256, "relu", l1=True, device="cuda")
     x, tracker = torch.randn(32, 64, device="cuda"), sparsity.DeadNeuronTracker()
     generator = torch.Generator("cuda")
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with without_a_sync():
         for step in range(3):
             out = block(x)
             (out.out.sum() + out.activity.l1).backward()
             tracker.add(out.activity.fired)
             generator.manual_seed(step)
             sparsity.reinitialize_(block.gate_proj.weight, tracker.step(), generator=generator)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_scalars() -> None:

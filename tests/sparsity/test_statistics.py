@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from gossamer import nn, sparsity
 from gossamer.sparsity import LayerStatistics, statistics
 from gossamer.sparsity.report import Measured
+from tests.syncs import without_a_sync
 
 
 class Model(torch.nn.Module):
@@ -237,12 +238,8 @@ def test_bad_input(device: torch.device) -> None:
 def test_no_wait(device: torch.device) -> None:
     model, given = Model(device), batches(device)
     sparsity.report(model, given, measure=False)
-    with sparsity.Recorder(model) as recorder, torch.no_grad():
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            for ids in given:
-                recorder.read({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
-                model(ids)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    with sparsity.Recorder(model) as recorder, torch.no_grad(), without_a_sync():
+        for ids in given:
+            recorder.read({"input_ids": ids, "attention_mask": torch.ones_like(ids)})
+            model(ids)
     assert recorder.layers["first"].tokens == 295

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from safetensors.torch import load_file
 from gossamer import train
 from gossamer.train import Config, Corpus, Run, checkpoint, loop
 from tests.train.corpora import write_corpus
+from tests.train.stopping import Stopped, stop
 
 pytestmark = pytest.mark.native
 ROOT = Path(__file__).parents[2]
@@ -47,18 +47,6 @@ def weights(folder: Path) -> dict[str, bytes]:
     """Weights and moments of the last checkpoint."""
     tensors = load_file(checkpoint.found(folder / "checkpoints")[-1][1])
     return {name: tensor.numpy().tobytes() for name, tensor in tensors.items()}
-
-
-class Stopped(Exception):
-    """The end of a run from within."""
-
-
-def stop(at: int) -> Callable[[dict[str, float]], None]:
-    def show(record: dict[str, float]) -> None:
-        if record["step"] == at:
-            raise Stopped
-
-    return show
 
 
 def test_it_learns_and_l1_makes_it_sparse(corpus: Corpus, tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from gossamer import nn
 from gossamer.extract.source import Source
 from gossamer.train import SAEConfig, SAERun, checkpoint, evaluate_sae
 from gossamer.train.sae import KINDS, in_units_of_x
+from tests.train.stopping import Stopped, stop
 
 pytestmark = pytest.mark.native
 ROOT = Path(__file__).parents[2]
@@ -53,18 +54,6 @@ def files(folder: Path) -> dict[str, bytes]:
     found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.glob("*=*/*")}
     tensors = load_file(checkpoint.found(folder / "checkpoints")[-1][1])
     return found | {name: tensor.float().numpy().tobytes() for name, tensor in tensors.items()}
-
-
-class Stopped(Exception):
-    """The end of a run from within."""
-
-
-def stop(at: int) -> Callable[[dict[str, float]], None]:
-    def show(record: dict[str, float]) -> None:
-        if record["step"] == at:
-            raise Stopped
-
-    return show
 
 
 def run(config: SAEConfig, source: Any, folder: Path, **options: Any) -> SAERun:

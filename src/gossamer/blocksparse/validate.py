@@ -62,7 +62,7 @@ def _alone(layout: Layout) -> list[str]:
 
 
 def _beside(one: Any, other: Any, first: Layout, layout: Layout) -> list[str]:
-    """What keeps the first operand and another one from sharing a layout."""
+    """The reason why the first operand and another one do not share a layout."""
     tensors = isinstance(one, BlockSparseTensor) and isinstance(other, BlockSparseTensor)
     if layout.device != first.device:
         return [f"it is on {layout.device}, operand 0 on {first.device}. Move it with .to."]

@@ -38,7 +38,7 @@ class Weights(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a warp takes: entries at a time, bytes of a row; registers of a thread; stages. Defaults are of slices so
+    """A warp's share: entries at a time, bytes of a row; registers of a thread; stages. Defaults are of slices so
     narrow that a part of the rows is found in the L1."""
 
     entries: int
