@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse.attention_path import empty_like, first_key
+from gossamer.blocksparse.attention_path import first_key
 from gossamer.blocksparse.elements import cut_among
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
