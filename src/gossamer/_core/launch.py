@@ -296,7 +296,7 @@ class Counters:
     a call outside of graphs.
     """
 
-    _AHEAD, _WORDS = 128, 2048
+    _AHEAD, _WORDS = 128, 1024
     """Launches in graphs to have words for, and how many of them each gets."""
 
     def __init__(self) -> None:
@@ -326,6 +326,24 @@ class Counters:
         if buffer is None or buffer.numel() < words:
             buffer = self._streams[key] = torch.zeros(max(2 * words, 4096), dtype=torch.int32, device=device)
         return buffer
+
+
+_blank: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def zeros(words: int, device: torch.device) -> Tensor:
+    """int32 zeros that no kernel writes."""
+    return _recorded(_zeros, words, device)
+
+
+def _zeros(words: int, device: torch.device) -> Tensor:
+    kept = _blank.get((words, device))
+    if kept is None:
+        kept = torch.zeros(words, dtype=torch.int32, device=device)
+        # Memory of a graph is zero only when the graph is replayed.
+        if not in_graph_pool(device):
+            _blank[words, device] = kept
+    return kept
 
 
 class Scratch:
