@@ -1,7 +1,7 @@
 """`integrations.transformers.patch` in use: decoding, prefill and single blocks, in bfloat16.
 
     python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 96] [--seconds 8] [--decoding]
-    python -m benchmarks.integrations.generate --graphs     # CUDA graphs of a block and of a model's step
+    python -m benchmarks.integrations.generate --graphs [--columns]  # CUDA graphs of a block and of a model's step
     python -m benchmarks.integrations.generate --compile    # generate with a static cache and torch.compile
 
 Models have the sizes of their names, few layers and random weights. A ReLU model gets a bias with which a layer lets
@@ -69,6 +69,13 @@ def make(name: str) -> nn.Module:
                 deviation = layer.weight.float().norm(dim=1).mean()
                 layer.bias.data.fill_(float(ndtri(torch.tensor(ACTIVE)) * deviation))
     return model
+
+
+def by_columns(model: nn.Module) -> None:
+    """The weight of each down projection gets contiguous rows of its transpose: values, shape and name stay."""
+    for name, module in model.named_modules():
+        if name.endswith((".down_proj", ".fc2")):
+            module.weight.data = module.weight.data.t().contiguous().t()
 
 
 def _synchronize() -> None:
@@ -253,6 +260,7 @@ def main() -> None:
     parser.add_argument("--decoding", action="store_true", help="no prefill and no single blocks")
     parser.add_argument("--layers", type=int, help="another number than the model's")
     parser.add_argument("--sparse", default="auto", help="the path of ReLU blocks")
+    parser.add_argument("--columns", action="store_true", help="W_down of patched ReLU blocks lies by columns")
     parser.add_argument("--graphs", action="store_true", help="a block and a step of a model as CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="generate with a static cache, compiled")
     options = parser.parse_args()
@@ -264,6 +272,8 @@ def main() -> None:
             SIZES[name][1]["num_hidden_layers"] = options.layers
         plain = make(name)
         patched, copied = copy.deepcopy(plain), copy.deepcopy(plain)
+        if options.columns and name.endswith("relu"):
+            by_columns(patched)
         print(f"\n== {name}\n{patch(patched, sparse=options.sparse if name.endswith('relu') else False)}", flush=True)
         models = {"plain": plain, "patched": patched, "copy": copied}
         if options.graphs or options.compile:
