@@ -16,7 +16,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import choose_path
-from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
+from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd, LinearGluOut
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -158,6 +158,12 @@ def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
     if m and n:
         _launch_linear_glu(_split(call), None, out, kept if keep else None)
     return out, *kept
+
+
+def linear_glu_out(call: LinearGluOut) -> None:
+    """Fills out."""
+    if call.out.numel():
+        _launch_linear_glu(_split(LinearGlu(*call[:6], False)), None, call.out, None)
 
 
 def linear_glu_bwd(call: LinearGluBwd) -> tuple[Tensor, Tensor]:
