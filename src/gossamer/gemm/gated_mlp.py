@@ -16,7 +16,7 @@ from gossamer.gemm.linear_glu import Gate, by_pytorch, check_operands, linear_gl
 from gossamer.gemm.records import GatedMlpBwd, LinearGlu
 from gossamer.rowsparse.formats import sums_over_rows
 
-_checked: Checked[str] = Checked()
+_checked: Checked[Any] = Checked()
 
 
 def gated_mlp(

@@ -23,7 +23,7 @@ ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_
 """Hugging Face's names for the same activations."""
 
 Gate = str | Callable[[Tensor], Tensor]
-_checked: Checked[str] = Checked()
+_checked: Checked[Any] = Checked()
 
 
 def linear_glu(
@@ -104,7 +104,7 @@ def by_pytorch(operands: Any, activation: Callable[[Tensor], Tensor], recompute:
         hidden = gated(activation, gate, up)[1].to(up.dtype)
         return _cpu.linear(hidden, *down) if down else hidden  # type: ignore[arg-type]
 
-    return checkpoint(compute, use_reentrant=False) if recompute else compute()  # type: ignore[no-any-return]
+    return checkpoint(compute, use_reentrant=False) if recompute else compute()
 
 
 def _check_out(operator: str, out: Tensor, operands: tuple[Any, ...], needed: bool, activation: Gate) -> None:
