@@ -155,11 +155,12 @@ class _Nested(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, pull: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        (target, b_dec, parts), found, whole = ctx.dtypes, [], pull
-        for residual, grad in zip(reversed(ctx.saved_tensors), reversed(grads)):
-            pull = torch.addcmul(pull, residual, -2 * grad[..., None])
-            found.append(pull.to(parts))
-        return (whole - pull).to(target), pull.flatten(0, -2).sum(0).to(b_dec), torch.stack(found[::-1])
+        (target, b_dec, parts), whole = ctx.dtypes, pull
+        found = pull.new_empty((len(grads), *pull.shape), dtype=parts)
+        for at, residual in reversed([*enumerate(ctx.saved_tensors)]):
+            pull = torch.addcmul(pull, residual, -2 * grads[at][..., None])
+            found[at] = pull
+        return (whole - pull).to(target), pull.flatten(0, -2).sum(0).to(b_dec), found
 
 
 def by_width(rows: Rows, widths: Sequence[int]) -> Rows:
