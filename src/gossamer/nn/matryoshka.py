@@ -27,7 +27,7 @@ class Nested(Reviving):
         inner_weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(d_in, d_sae, k, **options)  # type: ignore[arg-type]
+        super().__init__(d_in, d_sae, k, **options)
         operator = f"nn.{type(self).__name__}"
         widths = sorted({max(d_sae // 4, 1), d_sae}) if widths is None else widths
         for width in widths:
