@@ -167,14 +167,11 @@ def by_width(rows: Rows, widths: Sequence[int]) -> Rows:
     """`(W, ..., N)`: of each row the entries from one width to the next. They lie side by side, because columns ascend
     in a row, so that the buffers stay as they are."""
     values, indices, (starts, counts), _ = rows.packed
-    ends = []
-    for width in widths:
-        if width == rows.num_columns:
-            ends.append(counts)
-            continue
-        # Of all slots before each one, those with a column below the width.
-        before = torch.nn.functional.pad((indices < width).cumsum(0), (1, 0))
-        ends.append(before[starts + counts] - before[starts])
-    begins = [torch.zeros_like(counts), *ends[:-1]]
-    cut = [torch.cat([starts + begin for begin in begins]), torch.cat([b - a for a, b in zip(begins, ends)])]
-    return unchecked(values, indices, torch.stack(cut), (len(widths), *rows.shape))
+    inner = [width for width in widths if width < rows.num_columns]
+    # Of all slots before each one, those with a column below each width.
+    below = torch.stack([indices < width for width in inner or (0,)])[: len(inner)]
+    before = torch.nn.functional.pad(below.cumsum(1), (1, 0))
+    ends = before[:, starts + counts] - before[:, starts]
+    ends = torch.cat([torch.zeros_like(counts)[None], ends, counts.expand(len(widths) - len(inner), -1)])
+    cut = torch.stack([(starts + ends[:-1]).flatten(), ends.diff(dim=0).flatten()])
+    return unchecked(values, indices, cut, (len(widths), *rows.shape))
