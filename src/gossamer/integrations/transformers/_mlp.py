@@ -362,7 +362,7 @@ def _block(self: Any, x: Tensor, layout: Layout) -> Block:
 
 
 class _Able(NamedTuple):
-    """The ways that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; and
+    """The paths that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; and
     the activation's name."""
 
     sparse: bool
