@@ -1,4 +1,4 @@
-"""What a module keeps of its sparse feed-forward block from one call to the next."""
+"""The state of a sparse feed-forward block that a module keeps from one call to the next."""
 
 from __future__ import annotations
 

@@ -42,8 +42,8 @@ def linear_glu(
         activation: of the gate: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"`, `"relu2"` (squared), `"sigmoid"`,
             `"identity"`, or Hugging Face's names `"swish"`, `"gelu_new"`, `"gelu_pytorch_tanh"`, `"linear"`.
         gate_bias, up_bias: `[N]`, added in float32, or None.
-        recompute: what a backward pass finds. False keeps gate and up, twice the size of the result; True keeps
-            nothing but x and the weights, and computes the two again.
+        recompute: False keeps gate and up for the backward pass, twice the size of the result; True keeps nothing but
+            x and the weights, and computes the two again.
 
     Returns:
         `[..., N]` in the dtype of the weights, differentiable in x, weights and biases. Sums and gating are float32
@@ -111,7 +111,7 @@ def check_operands(
 
 
 def activation_name(operator: str, activation: str) -> str:
-    """What an activation is called here; ValueError where it is none that a gate may have."""
+    """The name of an activation here; ValueError where it is none that a gate may have."""
     name = ALIASES.get(activation, activation) if isinstance(activation, str) else None
     if name not in GATES:
         known = ", ".join((*GATES, *ALIASES))
