@@ -45,8 +45,8 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None
     return torch.relu(z) if threshold is None else torch.where(z > threshold, z, 0)
 
 
-def _value(threshold: Tensor | None) -> gemm.ReLU | gemm.JumpReLU:
-    return gemm.ReLU() if threshold is None else gemm.JumpReLU(threshold)
+def _value(threshold: Tensor | None) -> str | gemm.JumpReLU:
+    return "relu" if threshold is None else gemm.JumpReLU(threshold)
 
 
 def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, jump: bool) -> Case:

@@ -24,23 +24,16 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True)
 class ReLU:
-    """Keeps z > 0. The string `"relu"` is the same.
-
-    >>> ReLU()
-    ReLU()
-    """
+    """Keeps z > 0: `"relu"`."""
 
     parameters = Parameters("relu")
 
 
 @dataclass(frozen=True)
 class ReLU2:
-    """Keeps z > 0 and squares it. The string `"relu2"` is the same.
+    """Keeps z > 0 and squares it: `"relu2"`.
 
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
-
-    >>> ReLU2()
-    ReLU2()
     """
 
     parameters = Parameters("relu2")
