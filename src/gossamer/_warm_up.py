@@ -27,9 +27,9 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
     """Compiles the kernels of all paths that `target(*inputs, **options)` may take, so that no later call waits.
 
     A block or an autoencoder chooses its path by earlier calls, and so meets other kernels when its mind changes. Each
-    path is called here once, side by side, in inference and, where a parameter or an input needs a gradient, forward
-    and backward too. The calls run on copies that share the parameters: gradients, statistics and trackers stay as they
-    are. Compiled kernels stay in Triton's cache on disk for later processes.
+    path is called here, side by side and then again in this thread, in inference and, where a parameter or an input
+    needs a gradient, forward and backward too. The calls run on copies that share the parameters: gradients, statistics
+    and trackers stay as they are. Compiled kernels stay in Triton's cache on disk for later processes.
 
     Args:
         target: a module, patched or of `nn`; a method of one, as `model.loss`; or a function.
@@ -64,6 +64,9 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
 
     with ThreadPoolExecutor(len(calls), "gossamer-warm-up") as threads:
         list(threads.map(call, calls))
+    # cuDNN's plans of attention, for instance, belong to a thread.
+    for one in calls:
+        call(one)
 
 
 def _pin(block: SparseBlock, choice: tuple[str, bool]) -> None:

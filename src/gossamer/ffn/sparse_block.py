@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -113,14 +113,14 @@ class SparseBlock:
             tracker.last_path = path
         return path
 
-    def again(self, x: Tensor, weights: tuple[Any, ...], activation: str) -> Tensor | None:
+    def again(self, x: Tensor, weights: Sequence[Any], activation: str) -> Tensor | None:
         """The result of a "gather" call that `settled` names, by the launches of an earlier call on a GPU; None, and
         nothing computed, where there was none, or somebody listens. Weights and biases are those of a call."""
         if not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
             return None
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        options = activation == "relu2", False
-        found = sparse_ffn.again(SparseFfn._make((flat, *weights[:2], None, *weights[2:], *options)))
+        call = (flat, *weights[:2], None, *weights[2:], activation == "relu2", False)
+        found = sparse_ffn.again(tuple.__new__(SparseFfn, call))
         if found is None:
             return None
         self.density.looked += 1
