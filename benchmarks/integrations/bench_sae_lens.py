@@ -166,7 +166,7 @@ def _randomize(sae: Any, generator: torch.Generator) -> None:
 
 
 def _threshold(share: float) -> float:
-    """What so large a share of standard normal numbers exceeds."""
+    """The number that so large a share of standard normal numbers exceeds."""
     return torch.special.ndtri(torch.tensor(1 - share, dtype=torch.float64)).item()
 
 

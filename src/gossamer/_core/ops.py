@@ -49,7 +49,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
     """The operator's kernel under the dispatcher's key for gradients."""
 
     @functools.cache  # few: keys come from the kinds of a call's tensors, and from the active modes
-    def ways(keys: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def kernels(keys: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_autograd_keyset
 
         def run(*args: Any) -> Any:
@@ -59,7 +59,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
         return run, function(run).apply
 
     def call(keyset: Any, *args: Any) -> Any:
-        run, apply = ways(keyset.raw_repr())
+        run, apply = kernels(keyset.raw_repr())
         return apply(*args) if torch.is_grad_enabled() and _any_requires_grad(*args) else run(*args)
 
     return call
