@@ -28,7 +28,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
-_profiler_enabled = torch.autograd._profiler_enabled
+profiler_enabled = torch.autograd._profiler_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -67,7 +67,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
 
 def listened() -> Any:
     """Whether a mode, a transform, a tracer or a profiler listens to PyTorch's dispatcher."""
-    return _dispatch_modes() or _transforms() is not None or _tracing_state() is not None or _profiler_enabled()
+    return _dispatch_modes() or _transforms() is not None or _tracing_state() is not None or profiler_enabled()
 
 
 def needs_gradient(*operands: Any) -> bool:
