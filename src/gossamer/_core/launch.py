@@ -296,7 +296,7 @@ class Counters:
     a call outside of graphs.
     """
 
-    _AHEAD, _WORDS = 128, 1024
+    _AHEAD, _WORDS = 128, 2048
     """Launches in graphs to have words for, and how many of them each gets."""
 
     def __init__(self) -> None:

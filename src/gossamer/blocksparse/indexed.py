@@ -259,6 +259,7 @@ _INDEXED = ("index", "layout", "index_layout")
     fake=lambda call: call.values.new_empty(call.index.shape),
     backward=_gather_backward,
     saved=_INDEXED,
+    repeats=True,
 )
 def _gather() -> Any:
     from gossamer.blocksparse._triton.gather import gather
@@ -275,6 +276,7 @@ def _gather() -> Any:
     backward=_scatter_backward,
     saved=_INDEXED,
     keep=_keep_scatter,
+    repeats=True,
 )
 def _scatter(path: str) -> Any:
     from gossamer.blocksparse._triton import scatter_reduce as kernels

@@ -25,7 +25,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of
 from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
@@ -247,7 +246,7 @@ def _attention_fwd_kernel(
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: what lies outside reads as 0."""
     block = [1, 1, rows, width(tensor.shape[3])]
-    return describe(tensor, list(tensor.shape), list(tensor.stride()), block, lambda: LAYOUT)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, LAYOUT)
 
 
 LAYOUT = gl.NVMMASharedLayout(128, 16, 4)

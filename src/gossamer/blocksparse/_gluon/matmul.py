@@ -33,7 +33,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse.matmul_path import ACROSS, Turned, Walk
 
 BOX = gl.constexpr(64)
@@ -41,6 +40,8 @@ LINE = gl.constexpr(128)
 """Bytes of a box's rows as wgmma reads them, the widest swizzle."""
 COLUMNS = gl.constexpr(ACROSS // BOX.value)
 """Boxes across a tile."""
+ZEROS = BOX.value * LINE.value // 4
+"""Words of a box of zeros."""
 
 
 @gluon.jit
@@ -422,7 +423,6 @@ def _blocksparse_matmul_kernel(
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-_boxes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
 def launch_matmul(walk: Walk, product: Turned, out: Tensor, strips: tuple[Tensor, int] | None) -> None:
@@ -443,7 +443,10 @@ def launch_matmul(walk: Walk, product: Turned, out: Tensor, strips: tuple[Tensor
     tiles, most = strips or (None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS))
     of_columns = (None, None) if of_b is None else (of_b.row_offsets, of_b.positions)
     descriptors = [_descriptor(tensor, width) for tensor, width in ((a, deep), (b, deep), (out, BOX.value))]
-    descriptors.append(None if of_b is None else _descriptor(_zeros(a.dtype, a.device), deep))
+    zeros = None
+    if of_b is not None:
+        zeros = launch.counters.get(ZEROS, a.device)[:ZEROS].view(a.dtype).view(BOX.value, deep)
+    descriptors.append(None if zeros is None else _descriptor(zeros, deep))
     # The list of strips is in bands already.
     tile = walk.tile_m, 1 if walk.strips else walk.band
     meta = {"BLOCK": boxed, "TRANS": trans, "TILE": tile, "LIST": walk.listed, "STAGES": 4}
@@ -452,25 +455,11 @@ def launch_matmul(walk: Walk, product: Turned, out: Tensor, strips: tuple[Tensor
     _blocksparse_matmul_kernel(grid, args, meta, num_warps=4, maxnreg=168)
 
 
-def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A box of zeros, kept."""
-    kept = _boxes.get((dtype, device))
-    if kept is None:
-        kept = torch.zeros(BOX.value, LINE.value // dtype.itemsize, dtype=dtype, device=device)
-        # What a graph makes is there only when it is replayed.
-        if not launch.in_graph_pool(device):
-            _boxes[dtype, device] = kept
-    return kept
-
-
 def _descriptor(tensor: Tensor, width: int) -> TensorDescriptor:
     """Boxes of 64 x width of a contiguous `[*, rows, columns]` as a matrix, of which `fits` knows that they can be."""
     columns, block = tensor.shape[-1], [BOX.value, width]
-    rows = tensor.numel() // columns
-    return describe(
-        tensor, [rows, columns], [columns, 1], block,
-        lambda: gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype]),
-    )  # fmt: skip
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    return TensorDescriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], block, layout)
 
 
 EXAMPLES = {
