@@ -39,7 +39,7 @@ def attend(
     k, v = (x.repeat_interleave(share, 1) for x in (k, v))
     scores = (q @ k.mT * scale + (0 if bias is None else bias)).masked_fill(~taken, -math.inf)
     if not k.shape[2]:
-        return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf)
     lse = scores.logsumexp(-1)
     weights = torch.where(taken, (scores - torch.where(lse.isfinite(), lse, 0)[..., None]).exp(), 0)
     return weights @ v, lse
