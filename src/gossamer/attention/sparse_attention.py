@@ -1,7 +1,7 @@
 """Attention over the keys of a selection."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args, overload
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
@@ -23,40 +23,6 @@ Path = Literal["decode", "tiles", "lists"]
 """Ways to go about it on the GPU; see `choose_path`."""
 
 
-@overload
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    lengths: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: Literal[False] = False,
-    page_table: Tensor | None = None,
-    path: Path | None = None,
-    indexer: IndexerInputs | None = None,
-) -> Tensor: ...
-@overload
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    lengths: Tensor | None = None,
-    dropout: float = 0.0,
-    seed: int | Tensor | None = None,
-    return_lse: Literal[True],
-    page_table: Tensor | None = None,
-    path: Path | None = None,
-    indexer: IndexerInputs | None = None,
-) -> tuple[Tensor, Tensor]: ...
 def sparse_attention(
     q: Tensor,
     k: Tensor,

@@ -31,8 +31,7 @@ CHUNKS = 16
 SEGMENTS: tl.constexpr = tl.constexpr(32)
 """Segments of the keys in a list for all heads."""
 SHARE = 4096
-"""A program's keys beyond which there is a list for all heads: an H200 made one of 131,072 keys in 4.7 us, in which a
-program lists 4,096 keys."""
+"""A program's keys beyond which there is a list for all heads: to make it takes as long as to list so many."""
 
 
 @triton.jit
