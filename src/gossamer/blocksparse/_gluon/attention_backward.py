@@ -35,7 +35,6 @@ from gossamer.blocksparse._gluon.attention import (
     fetch,
     matrix,
     owned,
-    readable,
     ring_of,
     thread_barrier,
     tile_at,
@@ -43,7 +42,7 @@ from gossamer.blocksparse._gluon.attention import (
     without_padding,
 )
 from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse.attention_path import empty_like, problem_of
+from gossamer.blocksparse.attention_path import empty_like, problem_of, queries_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
@@ -277,7 +276,8 @@ def launch_attention_bwd(
     """Gradients of q, k and v; `grad` has contiguous rows. The orders are those in which programs of rows, and of
     columns, begin."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
-    q, grad = readable(call.q), readable(grad)
+    of_queries = queries_of(call)
+    q, grad = without_padding(call.q, of_queries), without_padding(grad, of_queries)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]

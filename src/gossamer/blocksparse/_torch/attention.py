@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gossamer._core.dropout import weights
 from gossamer.blocksparse.attention_path import first_key
 from gossamer.blocksparse.elements import cut_among
 from gossamer.blocksparse.lists import Lists
@@ -50,7 +51,8 @@ def _rows(call: Call) -> Iterator[_Row]:
             continue
         inside = kept.expand(last - first, -1)
         if call.causal:
-            inside = inside & (key <= torch.arange(first, last)[:, None] + shift[batch])
+            stands = torch.arange(first, last)[:, None] + shift[batch]
+            inside = inside & (key <= stands) & (stands < limit[batch])
         if lists.elements is not None:
             cut, elements = cut_among(lists.elements, entry, (height, width))
             whole = torch.ones(len(entry), height, width, dtype=torch.bool).index_put(cut, elements)
@@ -86,6 +88,15 @@ def _steps(call: Call, row: _Row) -> Iterator[Tensor]:
         yield step.clamp(0, window - 1) + term * window
 
 
+def _thinned(call: Call, row: _Row, p: Tensor) -> Tensor:
+    """Weights `[n, L]`, or their gradients, times the factors of dropout."""
+    if call.seed is None:
+        return p
+    (batch, head, queries), key = row.at, row.key
+    query = torch.arange(queries.start, queries.stop)[:, None]
+    return p * weights(call.seed, batch * call.q.shape[1] + head, query, key, call.drop, p.dtype)
+
+
 def _matrix(bias: Tensor, row: _Row) -> Tensor:
     """The matrix of a dense bias for a row's batch and head."""
     return bias[row.at[0] % bias.shape[0], row.at[1] % bias.shape[1]]
@@ -110,7 +121,7 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
         most = s.amax(1, keepdim=True)
         p = s.sub_(most.masked_fill(most == -torch.inf, 0)).exp_()
         total = p.sum(1, keepdim=True)
-        out[row.at] = p @ v[row.of][row.key] / torch.where(total == 0, 1, total)
+        out[row.at] = _thinned(call, row, p) @ v[row.of][row.key] / torch.where(total == 0, 1, total)
         lse[row.at] = (most + total.log()).squeeze(1)
     return _token_major(out, call.q.dtype), lse
 
@@ -127,14 +138,15 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
         delta -= call.grad_lse
     # A query without keys has weights of 0.
     lse = call.lse.masked_fill(call.lse == -torch.inf, torch.inf)
+    q, grad = (x.masked_fill((lse == torch.inf)[..., None], 0) for x in (q, grad))
     lost = Lists(call.layout, call.form).overflowed()
     for row in () if lost else _rows(call):
         keys, values = k[row.of][row.key], v[row.of][row.key]
         p = _scores(call, row, q, keys).sub_(lse[row.at][:, None]).exp_()
-        ds = (grad[row.at] @ values.T).sub_(delta[row.at][:, None]).mul_(p)
+        ds = _thinned(call, row, grad[row.at] @ values.T).sub_(delta[row.at][:, None]).mul_(p)
         dq[row.at] = ds @ keys * call.scale
         dk[row.of].index_add_(0, row.key, ds.T @ q[row.at] * call.scale)
-        dv[row.of].index_add_(0, row.key, p.T @ grad[row.at])
+        dv[row.of].index_add_(0, row.key, _thinned(call, row, p).T @ grad[row.at])
         if drelative.numel():
             for step in _steps(call, row):
                 drelative[row.at].scatter_add_(1, step, ds * call.scale)
