@@ -67,7 +67,7 @@ def _key_lists_kernel(
         key = start + tl.arange(0, BLOCK)
         word = tl.load(words_ptr + key[None, :], mask=(part < N)[:, None] & (key < end)[None, :], other=0)
         if CAUSAL:
-            # Bit i of a part is query 64 * part + i: those before the key are cleared.
+            # Bit i of a part is query 64 * part + i: bits of queries before the key are cleared.
             before = key[None, :] - (part * 64 + offset)[:, None]
             seen = tl.full([PARTS, BLOCK], -1, tl.int64) << tl.maximum(tl.minimum(before, 63), 0).to(tl.int64)
             word = tl.where(before > 63, 0, word & seen)
