@@ -54,7 +54,8 @@ def test_a_patched_block_runs_few_functions_more(kind: str, sparse: bool) -> Non
         for block in (plain, patched):
             nn.init.constant_(block.gate_proj.weight, 0.1)  # half of the rows let all neurons through
     patch(patched, sparse=sparse)
-    assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 5
+    # That of `patch`, two that look for the path, and for blocks in layers no other.
+    assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 3
 
 
 @pytest.mark.gpu

@@ -228,11 +228,15 @@ def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[.
 def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[..., Any]:
     """The forward of a larger module, which calls the block's parts one after the other: the first computes all of it,
     and the others hand it on."""
+    plain: Any = kind.forward
+    while plain.__code__.co_name == "forward_with_checkpointing":
+        # transformers puts this around the forward of each class of layers, and only that of the last does anything.
+        plain = plain.__wrapped__
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         block = self.__dict__.get("sparse_block")
         if block is not None and args and block.settled(args[0]) == "dense":
-            return kind.forward(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         able = _able(self, layout)
         if not (able.sparse and "sparse_block" in self.__dict__):
             return kind.forward(self, *args, **kwargs)
