@@ -110,7 +110,7 @@ def test_a_patched_small_sae_runs_few_functions_more(kind: str) -> None:
     plain = getattr(sae_lens, f"{kind}SAE")(getattr(sae_lens, f"{kind}SAEConfig")(d_in=8, d_sae=32, **options))
     patched, x = copy.deepcopy(plain), torch.randn(3, 8)
     report = patch(patched)
-    assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 4
+    assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 3
     # Nothing of that is kept where the result would be another.
     with torch.no_grad():
         assert torch.equal(patched(x), plain(x))

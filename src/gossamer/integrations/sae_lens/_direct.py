@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ _MOST = 256
 
 
 class _Direct:
-    """The x, by `_key`, that an SAE without an error term computes as its class does, and the bound methods of the
+    """The x, by number, dtype and device of elements, that an SAE without an error term computes as its class does, and the bound methods of the
     patch, which nobody must have replaced."""
 
     __slots__ = ("_bound", "_density", "decode", "encode", "sizes")
@@ -34,7 +33,7 @@ class _Direct:
             return False
         if own["_use_error_term"] or (own.get("encode"), own.get("decode")) != self._bound:
             return False
-        return _key(x) in self.sizes
+        return (x.numel(), x.dtype, x.device) in self.sizes
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -48,11 +47,7 @@ def remember(sae: Any, x: Tensor, density: DensityTracker) -> None:
         own = sae.__dict__
         direct = own[DIRECT] = own.get(DIRECT) or _Direct(own, kind, density)
         if len(direct.sizes) < _MOST:
-            direct.sizes.add(_key(x))
-
-
-def _key(x: Tensor) -> Hashable:
-    return x.numel(), x.dtype, x.device
+            direct.sizes.add((x.numel(), x.dtype, x.device))
 
 
 def is_small(self: Any, x: Tensor, name: str) -> bool:
