@@ -19,8 +19,8 @@ _MOST = 256
 
 
 class _Direct:
-    """The x, by number, dtype and device of elements, that an SAE without an error term computes as its class does, and the bound methods of the
-    patch, which nobody must have replaced."""
+    """The x, by their numbers of elements, dtypes and devices, that an SAE without an error term computes as its class
+    does, and the bound methods of the patch, which nobody must have replaced."""
 
     __slots__ = ("_bound", "_density", "decode", "encode", "sizes")
 
