@@ -8,7 +8,6 @@ ones of SAELens. `encode` called by itself returns a dense tensor.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import warnings
@@ -251,9 +250,6 @@ class _State(threading.local):
         if self.counts is not None:
             limit = default_capacity(d_sae)
             self.tracker.rows.record(self.counts, training=self.training, limit=limit)
-
-    def __deepcopy__(self, memo: Any) -> _State:
-        return _State(copy.deepcopy(self.report, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _State, (self.report,)
