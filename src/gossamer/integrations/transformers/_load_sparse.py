@@ -100,4 +100,3 @@ def _tensors(folder: Path) -> dict[str, Tensor]:
         except SafetensorError as error:
             raise ValueError(f"{_OPERATOR}: {folder / name} is corrupt or truncated: {error}.") from error
     return {name: tensor for name, tensor in found.items() if "tracker." not in name}
-
