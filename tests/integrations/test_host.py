@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 
-def functions(call: Callable[[], Any]) -> int:
-    """The number of Python functions that the last of many calls runs: a tracker knows its density by then."""
+def functions(call: Callable[[], Any], warm_up: int = 40) -> int:
+    """The number of Python functions that a call runs after so many others: a tracker knows its density by then."""
     count = 0
 
     def listen(_: Any, event: str, __: Any) -> None:
@@ -20,7 +20,7 @@ def functions(call: Callable[[], Any]) -> int:
         count += event == "call"
 
     with torch.no_grad():
-        for _ in range(40):
+        for _ in range(warm_up):
             call()
         before = sys.getprofile()
         sys.setprofile(listen)

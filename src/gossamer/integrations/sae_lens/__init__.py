@@ -43,7 +43,7 @@ except ImportError as error:
     ) from error
 
 from gossamer.integrations.sae_lens import _training
-from gossamer.integrations.sae_lens._direct import DIRECT, is_small, remember
+from gossamer.integrations.sae_lens._direct import DIRECT, is_small, pays, settle
 from gossamer.integrations.sae_lens._latents import Latents
 
 __all__ = ["patch", "unpatch"]
@@ -326,11 +326,12 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     direct = own.get(DIRECT)
     if direct is not None and len(args) == 1 and not kwargs and direct.serves(own, args[0]):
         # By the class's functions: no step but this one passes through the patch.
-        return self.hook_sae_output(direct.decode(self, direct.encode(self, args[0])))
+        # A module is slow to get as an attribute.
+        return own["_modules"]["hook_sae_output"](direct.decode(self, direct.encode(self, args[0])))
     state, kind = self._gossamer, type(self)
     small = bool(args) and is_small(self, args[0], "W_enc")
     if small:
-        remember(self, args[0], state.report.density)
+        settle(self, args[0], "small", 0)
     with state.running(0 if small else 1 + bool(self.use_error_term)):
         out: Tensor = kind.forward(self, *args, **kwargs)
         state.record(self.W_dec.shape[0])
@@ -387,7 +388,9 @@ def _faster(self: Any, x: Tensor) -> str:
     # passes took an H200 20.5 ms, and 9.3 ours (`bench nn`).
     times = 2.0 if training and self.W_dec.is_cuda else 1.5
 
-    def choose(known: rowsparse.Density | None, _: bool = True) -> str:
+    def choose(known: rowsparse.Density | None, eager: bool = True) -> str:
+        if eager and not training and not pays(rows, self.W_dec):
+            return "dense"
         return choose_path(known, rows, self.W_dec, expected, training=training, times=times)
 
     tracker.rows.check_pinned("sparse", "dense")
@@ -397,6 +400,8 @@ def _faster(self: Any, x: Tensor) -> str:
     path = tracker.rows.last_path = tracker.path(
         choose, due=state.followed, key=(rows, expected, self.W_dec.dtype, self.W_dec.device)
     )
+    if path == "dense" and (expected is not None or tracker.rows.known(training=False) is not None):
+        settle(self, x, path, 8 * (expected is None))
     return path
 
 
