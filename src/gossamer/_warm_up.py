@@ -19,7 +19,7 @@ from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS
 from gossamer.rowsparse import DensityTracker
 
-_WAYS = tuple((path, counts) for path in METHODS[1:] for counts in (False, True))
+_PATHS = tuple((path, counts) for path in METHODS[1:] for counts in (False, True))
 """The paths of a block, in a call that counts its entries and in one that does not."""
 
 
@@ -69,8 +69,8 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
         call(one)
 
 
-def _pin(block: SparseBlock, way: tuple[str, bool]) -> None:
-    path, counts = way
+def _pin(block: SparseBlock, choice: tuple[str, bool]) -> None:
+    path, counts = choice
     if counts:
         block.density.rows.pinned = path
     else:
@@ -82,7 +82,7 @@ def _choices(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Callable[[Any
     for value in chain.from_iterable(vars(part).values() for part in module.modules()):
         if isinstance(value, SparseBlock):
             if value.method == "auto":
-                yield _WAYS, partial(_pin, value)
+                yield _PATHS, partial(_pin, value)
         else:
             tracker = value if isinstance(value, DensityTracker) else getattr(value, "density", None)
             if isinstance(tracker, DensityTracker) and tracker.pinned is None:

@@ -1,4 +1,4 @@
-"""What a module keeps of its sparse feed-forward block from one call to the next."""
+"""The state of a sparse feed-forward block that a module keeps from one call to the next."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class SparseBlock:
         with_activity: bool = False,
     ) -> Any:
         """The block's result `[..., D]` as of `gated`, or of `plain` where up_weight is None; None, and nothing
-        computed, where the activation is not sparse, or a gradient is needed and the way computes all. `recompute` is
+        computed, where the activation is not sparse, or a gradient is needed and the path computes all. `recompute` is
         for gradients of a gated block that "auto" computes whole, as in `gemm.gated_mlp`. With `with_activity` the
         result is a pair, as of `gated`."""
         operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)

@@ -138,7 +138,7 @@ def hooked(module: nn.Module) -> bool:
 
 
 def any_hook(*parts: Any) -> bool:
-    """Whether a hook listens to one of these modules, or to all modules; what is no module has none."""
+    """Whether a hook listens to one of these modules, or to all modules. Parts that are no modules have none."""
     return bool(_has_any_global_hook()) or any(hooked(part) for part in parts if isinstance(part, nn.Module))
 
 

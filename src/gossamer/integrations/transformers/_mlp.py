@@ -50,7 +50,7 @@ class Report:
     Args:
         replaced: name of a module -> its class.
         left: name of a module that looks like a feed-forward block -> why it computes as before.
-        sparse: those among `replaced` that compute their active neurons alone.
+        sparse: the names among `replaced` whose blocks compute their active neurons alone.
         dense: name of a module that was to be sparse, and is not -> why.
     """
 
@@ -364,7 +364,7 @@ def _block(self: Any, x: Tensor, layout: Layout) -> Block:
 
 
 class _Able(NamedTuple):
-    """The ways that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; and
+    """The paths that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; and
     the activation's name."""
 
     sparse: bool
