@@ -310,7 +310,7 @@ def _why_not_packed(sae: SAE[Any]) -> str | None:
     if isinstance(sae, TrainingSAE):
         return _training.why_not_packed(sae)
     kind = type(sae)
-    if kind.encode not in _ENCODERS:
+    if kind.encode not in _ACTIVATIONS:
         return f"{kind.__name__} has an encode of its own"
     if kind.encode is TopKSAE.encode:
         if not isinstance(sae.activation_fn, TopK):
@@ -346,7 +346,7 @@ def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
         if path == "dense" and state.followed:
             state.counts = torch.count_nonzero(acts.detach(), -1)
         return acts
-    rows = _ENCODERS[type(self).encode](self, self.process_sae_in(x))
+    rows = _rows(self, self.process_sae_in(x))
     if state.followed:
         state.counts = rows.counts
     return rows
@@ -427,26 +427,25 @@ def _rescales(self: Any) -> bool:
     return bool(getattr(self.cfg, "rescale_acts_by_decoder_norm", False))
 
 
-def _encode_relu(self: Any, x: Tensor) -> rowsparse.Rows:
-    return operators.encode(x, self.W_enc, self.b_enc)
+def _rows(self: Any, x: Tensor) -> rowsparse.Rows:
+    """The latents of x as SAELens's encode hands it to the encoder."""
+    kind = type(self)
+    if kind.encode is GatedSAE.encode:
+        # Both paths share W_enc up to a factor a latent: one product serves the two.
+        product = x @ self.W_enc
+        gate = product + self.b_gate > 0
+        # A product, as in SAELens: NaN stays NaN.
+        return rowsparse.pack(gate * torch.relu(product * self.r_mag.exp() + self.b_mag))
+    return operators.encode(x, self.W_enc, self.b_enc, _ACTIVATIONS[kind.encode](self))
 
 
-def _encode_jumprelu(self: Any, x: Tensor) -> rowsparse.Rows:
+def _topk(self: Any) -> gemm.TopK:
+    return gemm.TopK(self.activation_fn.k, self.W_dec.detach().norm(dim=-1) if _rescales(self) else None)
+
+
+def _jumprelu(self: Any) -> gemm.JumpReLU:
     # SAELens compares with a mask, through which no gradient reaches the threshold.
-    return operators.encode(x, self.W_enc, self.b_enc, gemm.JumpReLU(self.threshold.detach()))
-
-
-def _encode_topk(self: Any, x: Tensor) -> rowsparse.Rows:
-    scale = self.W_dec.detach().norm(dim=-1) if _rescales(self) else None
-    return operators.encode(x, self.W_enc, self.b_enc, gemm.TopK(self.activation_fn.k, scale))
-
-
-def _encode_gated(self: Any, x: Tensor) -> rowsparse.Rows:
-    # Both paths share W_enc up to a factor a latent: one product serves the two.
-    product = x @ self.W_enc
-    gate = product + self.b_gate > 0
-    # A product, as in SAELens: NaN stays NaN.
-    return rowsparse.pack(gate * torch.relu(product * self.r_mag.exp() + self.b_mag))
+    return gemm.JumpReLU(self.threshold.detach())
 
 
 def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
@@ -468,36 +467,20 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
         out = operators.decode(feature_acts, self.W_dec) + self.b_dec
     else:
         out = operators.decode(feature_acts, self.W_dec, self.b_dec)
-    out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
+    out = self.hook_sae_recons(out)
+    if type(self).decode is not Transcoder.decode:
+        out = self.reshape_fn_out(self.run_time_activation_norm_fn_out(out), self.d_head)
     self._gossamer.is_turn_of("decode")
     return out
 
 
-def _finish(self: Any, out: Tensor) -> Tensor:
-    return self.reshape_fn_out(self.run_time_activation_norm_fn_out(out), self.d_head)
-
-
-def _finish_transcoder(self: Any, out: Tensor) -> Tensor:
-    return out
-
-
-_ENCODERS: dict[Callable[..., Any], Callable[[Any, Tensor], rowsparse.Rows]] = {
-    StandardSAE.encode: _encode_relu,
-    Transcoder.encode: _encode_relu,
-    JumpReLUSAE.encode: _encode_jumprelu,
-    JumpReLUTranscoder.encode: _encode_jumprelu,
-    TopKSAE.encode: _encode_topk,
-    GatedSAE.encode: _encode_gated,
+_ACTIVATIONS: dict[Callable[..., Any], Callable[[Any], Any]] = {
+    **dict.fromkeys((StandardSAE.encode, Transcoder.encode, GatedSAE.encode), lambda _: "relu"),
+    **dict.fromkeys((JumpReLUSAE.encode, JumpReLUTranscoder.encode), _jumprelu),
+    TopKSAE.encode: _topk,
 }
-_DECODERS: dict[Callable[..., Any], Callable[[Any, Tensor], Tensor]] = {
-    StandardSAE.decode: _finish,
-    JumpReLUSAE.decode: _finish,
-    TopKSAE.decode: _finish,
-    GatedSAE.decode: _finish,
-    TopKTrainingSAE.decode: _finish,
-    TrainingSAE.decode: _finish,
-    Transcoder.decode: _finish_transcoder,
-}
+_DECODERS = {kind.decode for kind in (StandardSAE, JumpReLUSAE, TopKSAE, GatedSAE, Transcoder)}
+_DECODERS |= {TopKTrainingSAE.decode, TrainingSAE.decode}
 _BOUND = (
     ("forward", _forward),
     ("encode", _encode),

@@ -200,12 +200,7 @@ class HiddenPre(Lazy):
 
     @staticmethod
     def __new__(
-        cls,
-        sae: Any,
-        x: Tensor,
-        b_dec: Tensor | None,
-        scaled: bool,
-        encoder: tuple[Tensor, Tensor] | None = None,
+        cls, sae: Any, x: Tensor, b_dec: Tensor | None, scaled: bool, encoder: tuple[Tensor, Tensor] | None = None
     ) -> Any:
         weight, bias = encoder or (sae.W_enc, sae.b_enc)
         operands = [weight, bias, sae.W_dec, sae.b_dec]

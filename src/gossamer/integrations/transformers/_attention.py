@@ -264,7 +264,7 @@ class SparseSelfAttention(GatedSparseAttention):
         heads, width = weight.shape[0] // module.head_dim, module.head_dim
         super().__init__(
             weight.shape[1], heads, num_kv_heads=module.k_proj.weight.shape[0] // width, head_dim=width,
-            value_gate=gates, output_gate=gates, dtype=weight.dtype, device="meta", **options,
+            value_gate=gates, output_gate=gates, dtype=weight.dtype, device="meta", **options
         )  # fmt: skip
         self.rotary_emb = _GivenAngles()  # type: ignore[assignment]
         self.group, self.selects = group, not group or group[0] == module.layer_idx
