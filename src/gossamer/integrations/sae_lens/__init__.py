@@ -207,14 +207,10 @@ def unpatch(sae: SAE[Any]) -> None:
 
 
 class _State(threading.local):
-    """Kept on a patched instance, for each thread: which calls of `encode` and `decode` the running pass makes next.
-
-    `turns` lists them: a pass encodes and decodes, and with an error term it does so twice. An `encode` in its turn
-    hands out packed latents; any other one, such as a hook's, gets a dense tensor. The second `encode` of a pass takes
-    the path of the first: SAELens removes hooks for it, and dense and packed latents differ by rounding.
-
-    Paths are those of `choose_path`, and `"theirs"` where a hook listens to the latents.
-    """
+    """Kept on a patched instance, for each thread: `turns`, the calls of `encode` and `decode` that the running pass
+    makes next, twice each with an error term. An `encode` in its turn hands out packed latents; any other one, such as
+    a hook's, gets a dense tensor. The second takes the `path` of the first: SAELens removes hooks for it, and dense and
+    packed latents differ by rounding. Paths are those of `choose_path`, and `"theirs"` where a hook listens."""
 
     def __init__(self, report: Report) -> None:
         self.report, self.tracker = report, BlockTracker(rows=report.density)

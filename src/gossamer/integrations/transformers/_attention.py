@@ -246,16 +246,11 @@ class _GivenAngles(nn.Module):
 
 
 class SparseSelfAttention(GatedSparseAttention):
-    """`GatedSparseAttention` with the signature of transformers' attention modules, made of one of these.
+    """`GatedSparseAttention` with the signature of transformers' attention modules, made of the one that it `replaces`.
 
-    Attributes:
-        replaces: the module that it was made of.
-        group: the numbers of the layers that share a selection, of which the first selects; empty where none share.
-        selects: whether it has an indexer, or uses the selection of the first layer of its group.
-        learns: whether a forward pass computes the indexer's loss.
-        loss: that of the last forward pass, or None.
-        calibrates: None, or how far a forward pass moves the variance of the adaptive rule.
-    """
+    The first layer of a `group`, the numbers of layers that share a selection, `selects` by its indexer for all. One
+    that `learns` keeps the indexer's `loss` of its last forward pass; one that `calibrates` moves the variance of its
+    adaptive rule so far in each."""
 
     replaces: nn.Module
 
