@@ -13,7 +13,7 @@ from gossamer._core import checks
 
 
 class Parameters(NamedTuple):
-    """What operators, which take plain tensors and numbers, are told of an activation."""
+    """The plain tensors and numbers by which operators know an activation."""
 
     name: str
     k: int = 0
@@ -25,23 +25,16 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True)
 class ReLU:
-    """Keeps z > 0. The string `"relu"` is the same.
-
-    >>> ReLU()
-    ReLU()
-    """
+    """Keeps z > 0: `"relu"`."""
 
     parameters = Parameters("relu")
 
 
 @dataclass(frozen=True)
 class ReLU2:
-    """Keeps z > 0 and squares it. The string `"relu2"` is the same.
+    """Keeps z > 0 and squares it: `"relu2"`.
 
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
-
-    >>> ReLU2()
-    ReLU2()
     """
 
     parameters = Parameters("relu2")
@@ -77,7 +70,7 @@ class JumpReLU:
 
     def __post_init__(self) -> None:
         operator = "gemm.JumpReLU"
-        # Values may be made for each call. What is rare is refused where they are used.
+        # Values may be made for each call. Rare errors are found where values are used.
         if not isinstance(self.threshold, Tensor) or self.threshold.dtype not in checks.FLOATS:
             checks.floating(operator, threshold=self.threshold)
         if self.threshold.dim() > 1:
@@ -102,8 +95,8 @@ class TopK:
 
     Args:
         k: entries a row.
-        scale: `[N]`, above 0, or None: what is largest of z * scale is kept then, for instance with the norms of
-            decoder rows that are not 1. What is stored is z all the same, and scale has no gradient.
+        scale: `[N]`, above 0, or None: the entries with the largest z * scale are kept then, for instance with the
+            norms of decoder rows that are not 1. Stored values are z all the same, and scale has no gradient.
 
     Raises:
         TypeError: k is no int, or scale no floating tensor.

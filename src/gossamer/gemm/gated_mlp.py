@@ -112,7 +112,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight, *((gate_bias, up_bias) if recompute else kept))
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation, ctx.recompute = activation, recompute
-        # What sees tensors that are saved now may have them still when they are overwritten.
+        # Hooks that see saved tensors now may have them still when they are overwritten.
         hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
         ctx.hooked = hooks is not None
         with autocast.disabled(x.device):

@@ -49,8 +49,8 @@ def linear_glu(
             operators compute all of a call with a `ClampedSwiGLU`, or any other function of a tensor, such as an
             `nn.Module` or `torch.tanh`: no kernel fuses them.
         gate_bias, up_bias: `[N]`, added in float32, or None.
-        recompute: what a backward pass finds. False keeps gate and up, twice the size of the result; True keeps
-            nothing but x and the weights, and computes the two again.
+        recompute: False keeps gate and up for the backward pass, twice the size of the result; True keeps nothing but
+            x and the weights, and computes the two again.
         out: a contiguous tensor that the result is written to, `[..., N]` in the dtype of the weights, with memory of
             its own; for a named activation, where no gradient is needed. None makes a new tensor.
 

@@ -105,8 +105,8 @@ class GatedMLP(_Sparse):
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
             and in a CUDA graph takes the path of the counts by then.
         l1: whether a call returns `(out, activity)`, an `ffn.Activity` beside the result: L1 for the loss, L0, and on
-            how many tokens each neuron fired. Such a call computes all, unless `method` takes a path on lists of active
-            entries where a gradient is needed.
+            how many tokens each neuron fired. The call then computes all, unless `method` takes a path on lists of
+            active entries where a gradient is needed.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
