@@ -14,7 +14,7 @@ from gossamer.rowsparse import Rows
 from gossamer.rowsparse._torch.pack import Overflowed, overflow_error
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import empty_slots, sums_over_rows
-from gossamer.rowsparse.matmul import check_weight, gradients, multiply, repeat, sampled_operator
+from gossamer.rowsparse.matmul import gradients, multiply, sampled_operator
 from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.records import SampledMatmul, TransposeKeys
 from gossamer.rowsparse.rows import MOST_SLOTS
@@ -83,12 +83,9 @@ def decode(
             return out if acts.dim() == 2 else out.view(*acts.shape[:-1], W_dec.shape[1])
     if isinstance(acts, Rows):
         try:
-            out = repeat(acts, W_dec, b_dec, out_dtype)
-            if out is None:
-                return decode_rows(operator, acts, W_dec, b_dec, out_dtype)
+            return decode_rows(operator, acts, W_dec, b_dec, out_dtype)
         except Overflowed:
             raise overflow_error(operator) from None
-        return out if len(acts.shape) == 2 else out.view(*acts.shape[:-1], W_dec.shape[1])
     checks.floating(operator, acts=acts, W_dec=W_dec)
     if acts.dim() == 0 or W_dec.dim() != 2 or W_dec.shape[0] != acts.shape[-1]:
         expected = f"d_sae = {acts.shape[-1]}" if acts.dim() else "acts [..., d_sae]"
@@ -131,9 +128,8 @@ def decode_dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
 def decode_rows(
     operator: str, rows: Rows, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    check_weight(operator, rows, W_dec, "W_dec", "[d_sae, d_in]", "acts")
-    check_rest(operator, W_dec, b_dec, out_dtype)
-    out = multiply(operator, rows, W_dec, b_dec, out_dtype, "acts", "W_dec")
+    names, check = ("acts", "W_dec", "[d_sae, d_in]"), lambda: check_rest(operator, W_dec, b_dec, out_dtype)
+    out = multiply(operator, rows, W_dec, b_dec, out_dtype, names, check)
     return out.view(*rows.shape[:-1], W_dec.shape[1])
 
 
