@@ -54,8 +54,8 @@ def _rows(call: Call) -> Iterator[_Row]:
             stands = torch.arange(first, last)[:, None] + shift[batch]
             inside = inside & (key <= stands) & (stands < limit[batch])
         if lists.elements is not None:
-            at, elements = cut_among(lists.elements, entry, (height, width))
-            whole = torch.ones(len(entry), height, width, dtype=torch.bool).index_put(at, elements)
+            cut, elements = cut_among(lists.elements, entry, (height, width))
+            whole = torch.ones(len(entry), height, width, dtype=torch.bool).index_put(cut, elements)
             inside = inside & whole.transpose(0, 1).flatten(1)[: last - first]
         at = batch, head, slice(first, last)
         yield _Row(at, (batch, head * hk // h), key[kept], entry, kept, inside[:, kept])
