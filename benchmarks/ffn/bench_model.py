@@ -105,8 +105,8 @@ def _model(sizes: Sizes, batch: int, gated: bool, activation: str, entries: int,
 
 
 def _compiled(dense: bool) -> Callable[..., Tensor]:
-    """Layer by layer, as models are: what is compiled goes the way that the device alone would by what each block knows
-    then."""
+    """Layer by layer, as models are: a compiled layer takes the path that the device alone would, by the counts of its
+    block then."""
     through = torch.compile(Layer.forward, fullgraph=True, dynamic=False)
 
     def call(ids: Tensor, model: Decoder) -> Tensor:

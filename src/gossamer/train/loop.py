@@ -274,7 +274,8 @@ class Run(Resumable):
         if not len(self.windows) or len(self.held_out) < self.world:
             raise ValueError(
                 f"train: the corpus must have sequences of {config.length} tokens for training and for validation, got "
-                f"{len(self.windows)} and {len(self.held_out)}. Pack more text, or give a smaller length."
+                f"{len(self.windows)} and {len(self.held_out)}. Validation has every 50th document: pack more of them, "
+                "of which a .txt file is one and a .jsonl file has one a line, or give a smaller length."
             )
 
 

@@ -8,9 +8,9 @@ a product with a dense left and a sparse right operand around: the transposed pr
 
 Where both operands are sparse, the program first goes through A's list and keeps the entries that meet a present block
 of B in any of the tile's columns, and these blocks, in a list of its own in global memory; for a tile of one block
-this is exactly the pairs to be multiplied. What is missing of B in the other columns is read as zeros. These programs
-are as many as the GPU holds a few times over and walk the tiles, so that the lists stay small. What a step multiplies
-is read from its list in the step before: a load that waits for another one would cost the compiler its buffers.
+this is exactly the pairs to be multiplied. Missing blocks of B in the other columns are read as zeros. These programs
+are as many as the GPU holds a few times over and walk the tiles, so that the lists stay small. The operands of a step
+are read by the list in the step before: a load that waits for another one would cost the compiler its buffers.
 
 Tiles are ordered in bands of 1,024 rows by column: programs at work at one time share rows of A and columns of B.
 """
@@ -24,10 +24,9 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
-from gossamer.blocksparse._triton.strips import strips
 from gossamer.blocksparse._triton.tensor import cell, from_dense, lost_blocks, place, to_dense
 from gossamer.blocksparse._triton.transpose import turn
-from gossamer.blocksparse.matmul_path import ACROSS, Plan, Turned, narrowed, plan_of, widest_for
+from gossamer.blocksparse.matmul_path import Plan, Turned, narrowed, plan_of, widest_for
 from gossamer.blocksparse.records import BlocksparseFromDense, BlocksparseMatmul, BlocksparseToDense
 
 WAVES = 16
@@ -311,12 +310,7 @@ def matmul(call: BlocksparseMatmul) -> Tensor:
     if plan.walk is not None:
         from gossamer.blocksparse._gluon.matmul import launch_matmul
 
-        walk, of_out, tiles = plan.walk, product.lists[2], None
-        if walk.strips:
-            assert of_out is not None
-            width = ACROSS // product.block[2]
-            tiles = strips(of_out.by(product.trans[2])[0], of_out.form.capacity, width, walk.band)
-        launch_matmul(walk, product, out, tiles)
+        launch_matmul(plan.walk, product, out)
     else:
         launch_blocks(product, out, plan.wide)
     return out
