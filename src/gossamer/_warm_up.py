@@ -65,8 +65,8 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
     with ThreadPoolExecutor(len(calls), "gossamer-warm-up") as threads:
         list(threads.map(call, calls))
     # cuDNN's plans of attention, for instance, belong to a thread.
-    for known in calls:
-        call(known)
+    for each in calls:
+        call(each)
 
 
 def _pin(block: SparseBlock, choice: tuple[str, bool]) -> None:

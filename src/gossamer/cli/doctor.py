@@ -110,7 +110,7 @@ def _self_check(device: torch.device, paths: Paths, console: Console) -> list[st
 
 def _functions(paths: Paths, found: list[torch.device]) -> Table:
     """The path of each public function in the check, device by device."""
-    table = Table(title="what computes each function", title_justify="left")
+    table = Table(title="the code that computes each function", title_justify="left")
     for column in ("function", *map(str, found)):
         table.add_column(column)
     for name, by_device in paths.items():
