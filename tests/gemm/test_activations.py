@@ -39,6 +39,8 @@ def test_values() -> None:
         (lambda: gemm.JumpReLU(torch.ones(2, 2)), ValueError, r"threshold must have shape \[N\] or \[\], got \[2, 2\]"),
         (lambda: gemm.JumpReLU(torch.ones(2), 0.0), ValueError, "gemm.JumpReLU: bandwidth must be above 0"),
         (lambda: gemm.JumpReLU(torch.ones(2), "1"), TypeError, "gemm.JumpReLU: bandwidth must be a number, got str"),
+        (lambda: gemm.ClampedSwiGLU(limit=0), ValueError, "gemm.ClampedSwiGLU: limit must be above 0 and finite"),
+        (lambda: gemm.ClampedSwiGLU(alpha="1"), TypeError, "gemm.ClampedSwiGLU: alpha must be a number, got str"),
         (lambda: gemm.JumpReLU(torch.ones(2), ste_to_input=True), ValueError, "ste_to_input needs bandwidth"),
     ],
 )

@@ -319,8 +319,10 @@ def _run_below_autograd(x: int, y: int, z: int, stream: int, function: Any, *arg
 
 
 def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    """A view of a tensor's memory, for steps that take no addresses."""
+    """A view of a tensor's memory, for steps that take no addresses: the tensor itself, if it is that view."""
     if x.dtype is dtype:
+        if not offset and x.shape == shape and x.stride() == strides:
+            return x
         return x.as_strided(shape, strides, x.storage_offset() + offset // dtype.itemsize)
     at = (x.storage_offset() * x.element_size() + offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage(), at, shape, strides)

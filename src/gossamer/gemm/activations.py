@@ -6,6 +6,7 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer._core import checks
@@ -166,6 +167,43 @@ class BatchTopK(TopK):
     @property
     def parameters(self) -> Parameters:
         return Parameters("batchtopk", self.k, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The gate of open-weight mixture-of-experts models: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), where
+    g is min(gate, limit). For `gemm.linear_glu`, `gemm.gated_mlp` and `nn.GatedMLP`, where PyTorch computes it.
+
+    A call with gate returns its part, g * sigmoid(alpha * g).
+
+    Args:
+        alpha: of the sigmoid, above 0.
+        limit: of gate and up, above 0.
+
+    Raises:
+        TypeError: alpha or limit is no number.
+        ValueError: alpha or limit is not above 0.
+
+    Source: the model gpt-oss, Hugging Face's `GptOssExperts`.
+
+    >>> ClampedSwiGLU()
+    ClampedSwiGLU(alpha=1.702, limit=7.0)
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit"):
+            checks.number("gemm.ClampedSwiGLU", name, getattr(self, name), "gpt-oss has 1.702 and 7.0.")
+
+    def __call__(self, gate: Tensor) -> Tensor:
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(self.alpha * gate)
+
+    def factor(self, up: Tensor) -> Tensor:
+        """The factor that up becomes, clamp(up, -limit, limit) + 1."""
+        return up.clamp(-self.limit, self.limit) + 1
 
 
 Activation = ReLU | ReLU2 | JumpReLU | TopK

@@ -79,7 +79,8 @@ class _Kept(Generic[Found]):
         or a hook listens. It takes 2 us: every call of a module asks."""
         if any(_GLOBAL_HOOKS):
             return None
-        modules, found = module._modules, []
+        found: list[Tensor | None] = []
+        modules, keep = module._modules, found.append
         for name, kind, tensors, approximate in self._parts:
             part = modules.get(name)
             if type(part) is not kind:
@@ -98,7 +99,7 @@ class _Kept(Generic[Found]):
                 tensor = stored.get(key)
                 if type(tensor) is not of_type or (tensor is not None and tensor.dtype is not dtype):
                     return None
-                found.append(tensor)
+                keep(tensor)
         return found
 
     def settle(self, x: Tensor, path: str) -> None:
