@@ -66,7 +66,7 @@ def watched() -> Iterator[set[str]]:
         kinds.add(KINDS[kernel.fn.fn.__module__.split(".")[2]])
         return call(kernel, *arguments, **options)
 
-    Kernel.__call__ = noted  # type: ignore[method-assign]
+    Kernel.__call__ = noted  # type: ignore[method-assign, assignment]
     try:
         yield kinds
     finally:
