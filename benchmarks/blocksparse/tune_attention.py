@@ -82,7 +82,7 @@ class Inputs:
 
     @property
     def call(self) -> BlocksparseAttention:
-        given: Any = self.layout.buffer, self.layout.form, (0, 1), self.problem.causal, self.problem.scale
+        given: Any = self.layout.buffer, self.layout.form, (0, 1), self.problem.causal, self.problem.scale, 0, None
         return BlocksparseAttention(self.q, self.k, self.v, None, None, None, self.lengths, *given)
 
     def forward(self, tile: Tile | None) -> tuple[Tensor, Tensor]:

@@ -341,7 +341,7 @@ def test_compiles(compiled, device: torch.device) -> None:
 
 def test_the_dispatcher_gives_lists(device: torch.device) -> None:
     q, k, v, _, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 2), 16)
-    settings = [list(layout.form), [0, 1], True, 0.25]
+    settings = [list(layout.form), [0, 1], True, 0.25, 0, None]
     out, _ = torch.ops.gossamer.blocksparse_attention(q, k, v, None, None, None, None, layout.buffer, *settings)
     assert torch.equal(out, attention(q, k, v, layout, causal=True))
 
@@ -383,14 +383,14 @@ def test_autocast(device: torch.device) -> None:
         ),
         ({"relative": torch.ones(5, 8)}, TypeError, "relative must hold blocksparse.Relative terms, got Tensor"),
         (
-            {"bias": from_dense(torch.ones(32, 32), Layout.from_mask(torch.ones(2, 2).bool(), 16))},
+            {"bias": from_dense(torch.ones(48, 32), Layout.from_mask(torch.ones(3, 2).bool(), 16))},
             ValueError,
-            "bias must have the layout that is given as layout",
+            r"bias must be of \[32, 32\] elements like layout, got \[48, 32\]",
         ),
         (
-            {"mask": from_dense(torch.ones(32, 32) > 0, Layout.from_mask(torch.ones(2, 2).bool(), 16))},
+            {"mask": from_dense(torch.ones(48, 32) > 0, Layout.from_mask(torch.ones(3, 2).bool(), 16))},
             ValueError,
-            "mask must have the layout that is given as layout",
+            r"mask must be of \[32, 32\] elements like layout, got \[48, 32\]",
         ),
         ({"scale": math.inf}, ValueError, "scale must be a finite number, got inf"),
         ({"lengths": torch.ones(3).int()}, ValueError, r"lengths must have shape \[B\]"),

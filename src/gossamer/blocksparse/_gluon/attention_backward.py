@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._gluon.attention import (
     LN2,
     cut_at,
@@ -35,7 +35,6 @@ from gossamer.blocksparse._gluon.attention import (
     fetch,
     matrix,
     owned,
-    readable,
     ring_of,
     thread_barrier,
     tile_at,
@@ -43,7 +42,7 @@ from gossamer.blocksparse._gluon.attention import (
     without_padding,
 )
 from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse.attention_path import empty_like, problem_of
+from gossamer.blocksparse.attention_path import empty_like, problem_of, queries_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
@@ -277,13 +276,14 @@ def launch_attention_bwd(
     """Gradients of q, k and v; `grad` has contiguous rows. The orders are those in which programs of rows, and of
     columns, begin."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
-    q, grad = readable(call.q), readable(grad)
+    of_queries = queries_of(call)
+    q, grad = without_padding(call.q, of_queries), without_padding(grad, of_queries)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, sizes = stats.shape[-1], (p.b, p.h, p.group, p.tq, p.tk, lists.form.capacity)
-    stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
+    stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)

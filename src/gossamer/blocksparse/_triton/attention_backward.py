@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer._core.philox import dropout_weights
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
     Operands,
@@ -39,10 +40,10 @@ from gossamer.blocksparse.attention_lists import (
     config_of,
     last_of,
     matrix_of,
+    meeting,
     owner_of,
     reached,
     row_of,
-    width_of,
 )
 from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
@@ -137,7 +138,8 @@ def add_relative(sums_ptr, ds, places_ptr, pair, query, key, present, sizes, CON
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, drelative_sums_ptr,
-    offsets_ptr, columns_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    offsets_ptr, columns_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`drelative_sums` are zeros."""
     BLOCK_K: tl.constexpr = CONFIG.block_k
@@ -145,7 +147,8 @@ def _attention_dq_kernel(
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    DV = width_of(D, CONFIG)
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
     TERMS: tl.constexpr = CONFIG.terms
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -153,11 +156,12 @@ def _attention_dq_kernel(
     begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
+    meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (pair // GROUP).to(tl.int64) * Tk
-    q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
-    grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
-    lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
+    q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
+    grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
+    lse, delta = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, count * BLOCK_K, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -167,10 +171,13 @@ def _attention_dq_kernel(
         v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
         s = scores(
             dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
-            exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
+            meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
         )  # fmt: skip
         p = tl.exp2(s - lse[:, None])
-        ds = p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
+        dp = dot(grad, tl.trans(v), CONFIG)
+        if seed_ptr is not None:
+            dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], CONFIG.drop)
+        ds = p * (dp - delta[:, None])
         dq += dot(ds.to(k.dtype), k, CONFIG)
         if drelative_sums_ptr is not None:
             ds *= scale * 0.6931471805599453
@@ -188,14 +195,16 @@ def _attention_dq_kernel(
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, offsets_ptr,
-    order_ptr, rows_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    order_ptr, rows_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    DV = width_of(D, CONFIG)
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK_N)
@@ -219,7 +228,7 @@ def _attention_dkdv_kernel(
             present = at < count * BLOCK_Q
             entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
             query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
-            present = present & (query < Tq)
+            present = present & meeting(query, limit, shift, lengths_ptr, Tq, CONFIG)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, DV, BLOCK_V)
             lse, delta = load_stats(stats_ptr, of_query, query, present, Tq, 64)
@@ -228,8 +237,15 @@ def _attention_dkdv_kernel(
                 (key < limit)[:, None] & present[None, :], shift, scale, sizes, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[None, :])
-            dv += dot(p.to(grad.dtype), grad, CONFIG)
-            ds = p * (dot(v, tl.trans(grad), CONFIG) - delta[None, :])
+            weights = p
+            if seed_ptr is not None:
+                factors = dropout_weights(seed_ptr, of_query, query[None, :], key[:, None], CONFIG.drop)
+                weights = p * factors
+            dv += dot(weights.to(grad.dtype), grad, CONFIG)
+            dp = dot(v, tl.trans(grad), CONFIG)
+            if seed_ptr is not None:
+                dp *= factors
+            ds = p * (dp - delta[None, :])
             dk += dot(ds.to(q.dtype), q, CONFIG)
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
@@ -241,7 +257,8 @@ def _attention_dkdv_kernel(
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dbias_ptr, offsets_ptr, blocks_ptr,
-    columns_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    columns_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """A tile of the bias lies within one block, and is the sum over the batches and heads that share it. `blocks_ptr`
     holds the number of each block for a dense bias, else its row."""
@@ -251,7 +268,8 @@ def _attention_dbias_kernel(
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    DV = width_of(D, CONFIG)
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
     SIDE_K: tl.constexpr = BLOCK_K // BLOCK_N
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M * SIDE_K
     DENSE: tl.constexpr = CONFIG.bias == "dense"
@@ -293,17 +311,21 @@ def _attention_dbias_kernel(
             pair = batch * H + head
             queries = pair.to(tl.int64) * Tq
             keys = (pair // GROUP).to(tl.int64) * Tk
-            q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
-            grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
+            meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
+            q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
+            grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
-            lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
+            lse, delta = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
             s = scores(
                 dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :],
-                tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
+                tl.zeros([1, 1], tl.int32) + entry, meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[:, None])
-            acc += p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
+            dp = dot(grad, tl.trans(v), CONFIG)
+            if seed_ptr is not None:
+                dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], CONFIG.drop)
+            acc += p * (dp - delta[:, None])
     acc = tl.where(total > capacity, float("nan"), acc)
     if DENSE:
         at = (owner.to(tl.int64) * Tq + lines)[:, None] * Tk + key[None, :]
@@ -429,7 +451,12 @@ _CONFIG = replace(EXAMPLE, block_n=32)
 EXAMPLES = {
     _attention_order_kernel: {"CONFIG": EXAMPLE, "LINES": 16, "MOST": MOST, "num_warps": 8},
     _attention_stats_kernel: {"ROWS": ROWS, "BLOCK_D": 128},
-    _attention_dq_kernel: {"bias_ptr": "*bf16", "CONFIG": _CONFIG, "num_stages": 1},
-    _attention_dkdv_kernel: {"bias_ptr": "*bf16", "CONFIG": replace(_CONFIG, block_m=32), "num_stages": 1},
-    _attention_dbias_kernel: {"bias_ptr": "*bf16", "CONFIG": _CONFIG, "num_stages": 1},
+    _attention_dq_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": _CONFIG, "num_stages": 1},
+    _attention_dkdv_kernel: {
+        "bias_ptr": "*bf16",
+        "seed_ptr": "*i64",
+        "CONFIG": replace(_CONFIG, block_m=32),
+        "num_stages": 1,
+    },
+    _attention_dbias_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": _CONFIG, "num_stages": 1},
 }
