@@ -64,7 +64,7 @@ def without(
 
 @gluon.jit
 def masked(s, at, whole, last, keys, elements_ptr, start, lines, part, CONFIG: gl.constexpr):
-    """Scores of keys from `at` on; those past `last` of their row are none, nor are those that their block leaves out.
+    """Scores of keys from `at` on; keys past `last` of their row have none, nor have keys that their block leaves out.
     Up to `whole` none is past it."""
     SPLIT_K: gl.constexpr = CONFIG.block_k // s.shape[1]
     if at + s.shape[1] > whole:

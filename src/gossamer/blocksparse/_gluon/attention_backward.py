@@ -106,7 +106,7 @@ def _attention_dq_kernel(
         s = warpgroup_mma(q, matrix(k_bufs, k_slot).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(v_slot), step // STAGES & 1)
         dp = warpgroup_mma(grad, matrix(v_bufs, v_slot).permute((1, 0)), none, use_acc=False, is_async=True)
-        # What this computes in the first step is zero times what may be NaN: the second starts afresh.
+        # In the first step this is zero times numbers that may be NaN: the second starts afresh.
         dq = warpgroup_mma(ds, matrix(k_bufs, before), dq, use_acc=step > 1, is_async=True)
         s, dp = warpgroup_mma_wait(1, deps=(s, dp))
         # Every warp has read these values, and the keys of the step before last.
