@@ -189,6 +189,4 @@ class StraightThrough(NamedTuple):
     drop: int
     seed: Tensor | None
 
-    @property
-    def indexer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.q_idx, self.k_idx, self.w, self.bias
+    indexer = IndexerLoss.indexer
