@@ -189,4 +189,6 @@ class StraightThrough(NamedTuple):
     drop: int
     seed: Tensor | None
 
-    indexer = IndexerLoss.indexer
+    @property
+    def indexer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.q_idx, self.k_idx, self.w, self.bias
