@@ -69,11 +69,7 @@ def test_errors_name_functions_that_exist() -> None:
     for file in FILES:
         for node in ast.walk(ast.parse(file.read_text())):
             given = NAMED.fullmatch(node.value) if isinstance(node, ast.Constant) and type(node.value) is str else None
-            if (
-                given is None
-                or "integrations" in file.parts
-                or given[2].endswith((".md", ".safetensors"))
-            ):
+            if given is None or "integrations" in file.parts or given[2].endswith((".md", ".safetensors")):
                 continue
             found = importlib.import_module(f"gossamer.{given[1]}")
             for name in given[2][1:].split("."):

@@ -96,8 +96,7 @@ class Inputs:
         if tiles is None:
             given = general.operands(call, general_backward.tile_of)
             return general_backward.launch_attention_bwd(given, self.grad, stats)
-        none = (None, 1 << 30), (None, 1 << 30)
-        return hopper_backward.launch_attention_bwd(call, self.grad, stats, *none, *tiles)
+        return hopper_backward.launch_attention_bwd(call, self.grad, stats, *tiles)
 
     def calls(self) -> dict[str, tune.Calls]:
         """Of each pass, by tile."""

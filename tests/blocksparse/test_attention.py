@@ -458,30 +458,3 @@ def test_patterns_on_hopper(name, block, size, heads, d, dtype: torch.dtype, dev
     lengths = torch.tensor([size[1] - 77, 130], device=device)
     check(q, k, v, grad, layout, causal=True, lengths=lengths)
     check(q, k, v, grad, PATTERNS[name](size, block, lengths=lengths[:, None], device=device))
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("own", [(False, False), (False, True), (True, False), (True, True)], ids=str)
-@pytest.mark.parametrize("group", [1, 2])
-def test_last_lines_begin_longest_first(own, group: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On Hopper programs begin so: each of the last two waves once, and none are sorted that all begin at once."""
-    from gossamer.blocksparse._triton import attention_backward as backward
-
-    b, h, rows, cols = 2, 4, 9, 7
-    lead = (b if own[0] else 1, h if own[1] else 1)
-    layout = Layout.random((*lead, rows, cols), 64, 0.5, generator=seeded(0, device), device=device)
-    p = attention_path.Problem(b, h, h // group, rows * 64, cols * 64, 64, 64, own, (64, 64), False, 1.0)
-    # Blocks of each column, of all heads that share it.
-    blocks = layout.to_dense().expand(b, h, rows, cols).sum(-2).view(b, h // group, group, cols).sum(2).flatten()
-    for programs in (1, 3, 5, 100):
-        monkeypatch.setattr(tuning, "programs", lambda _, programs=programs: programs)
-        for split in (1, 2):
-            wave = backward.RESIDENT * programs // split
-            order, first = backward.longest_first(p, layout.col_offsets, cols, split, group)
-            assert backward.longest_first(replace(p, causal=True), layout.col_offsets, cols, split)[0] is None
-            if len(blocks) <= wave:
-                assert order is None and first == len(blocks)
-                continue
-            assert first == max(0, len(blocks) - 2 * wave)
-            wanted = first + blocks[first:].sort(descending=True, stable=True).indices
-            assert torch.equal(order.long(), wanted)

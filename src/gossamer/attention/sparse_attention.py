@@ -1,7 +1,7 @@
 """Attention over the keys of a selection."""
 
 from collections.abc import Mapping
-from typing import Any, Literal, cast, get_args
+from typing import Any, Literal, cast, get_args, overload
 
 import torch
 from torch import Tensor
@@ -23,7 +23,15 @@ Path = Literal["decode", "tiles", "lists"]
 """Ways to go about it on the GPU; see `choose_path`."""
 
 
+@overload
 def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, return_lse: Literal[False] = False, **options: Any
+) -> Tensor: ...
+def sparse_attention(  # type: ignore[misc]
     q: Tensor,
     k: Tensor,
     v: Tensor,

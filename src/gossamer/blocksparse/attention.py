@@ -107,8 +107,8 @@ def attention(
         scale = usual if scale is None else checks.finite(_NAME, "scale", scale, "None takes D^-0.5.")
         settings = steps_of(layout, q.shape[0], q.shape[1]), causal, scale
         _checked.keep(key, settings)
-    drop = settled(_NAME, dropout, seed, q.device)
-    out, lse = _attention(BlocksparseAttention(q, k, v, *added, layout.buffer, layout.form, *settings, *drop))
+    settings = *settings, *settled(_NAME, dropout, seed, q.device)
+    out, lse = _attention(BlocksparseAttention(q, k, v, *added, layout.buffer, layout.form, *settings))
     return (out, lse) if return_lse else out
 
 

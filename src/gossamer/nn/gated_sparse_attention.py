@@ -21,7 +21,7 @@ from gossamer.attention.selection import everything
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.attention_cache import AttentionCache
-from gossamer.nn.plain import hooked, plain_inference, why_called
+from gossamer.nn.plain import hooked, plain_inference, products, why_called
 from gossamer.nn.rotary_embedding import RotaryEmbedding, check_positions
 
 
@@ -487,7 +487,7 @@ class GatedSparseAttention(nn.Module):
         else:
             cos, sin = rotary(torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids)
         with span("gsa/qkv_proj"):
-            y = self.normalise(_products(x, self._projections()))
+            y = self.normalise(products(x, self._projections()))
         return y, cos, sin, self.index(x) if indexer else (x.new_empty(0),) * 3
 
     def _projections(self) -> dict[str, nn.Linear]:
@@ -540,7 +540,7 @@ class GatedSparseAttention(nn.Module):
                 # Small ones, of which a part is copied where it is a part of one.
                 q, k, w = (layer(x) for layer in layers.values())
             else:
-                q, k, w = _products(x, layers).split(widths, -1)
+                q, k, w = products(x, layers).split(widths, -1)
         return q.unflatten(-1, (of.num_heads, of.head_dim)).transpose(1, 2), k, w
 
     @torch.no_grad()
@@ -562,40 +562,6 @@ class GatedSparseAttention(nn.Module):
 
 
 OPERATOR = "nn.GatedSparseAttention"
-FEW_TOKENS = 64
-
-
-def _merged(weights: list[Tensor]) -> Tensor | None:
-    """The weights as one tensor, if they lie behind each other in one piece of memory."""
-    first, at = weights[0], weights[0].storage_offset()
-    for weight in weights:
-        same = weight.untyped_storage()._cdata == first.untyped_storage()._cdata and weight.is_contiguous()
-        if not same or weight.storage_offset() != at or weight.dtype is not first.dtype:
-            return None
-        at += weight.numel()
-    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
-
-
-def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
-    """The layers' results of x, side by side; by one product where they are plain and their weights are merged, or
-    tokens are more than a few, for which putting weights side by side would cost more than the products."""
-    plain = why_called(**layers) is None
-    merged = _merged([layer.weight for layer in layers.values()]) if plain and plain_inference(x) else None
-    if not plain or (merged is None and x.shape[:-1].numel() <= FEW_TOKENS):
-        return torch.cat([layer(x) for layer in layers.values()], -1)
-    width = sum(layer.out_features for layer in layers.values())
-    biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
-    weights: list[Tensor] = [layer.weight for layer in layers.values()]
-    if merged is None and (over := -width % 8):
-        # The fast kernels of 16-bit products want rows of 16 bytes.
-        weights.append(weights[0].new_zeros(over, weights[0].shape[1]))
-        biases.append(None)
-    bias = None
-    if any(each is not None for each in biases):
-        zeros = weights[0].new_zeros(max(map(len, weights)))
-        bias = torch.cat([zeros[: len(weight)] if b is None else b for b, weight in zip(biases, weights)])
-    out = F.linear(x, torch.cat(weights) if merged is None else merged, bias)
-    return out if out.shape[-1] == width else out[..., :width]
 
 
 def _padding(x: Tensor, lengths: Tensor) -> Tensor:

@@ -47,22 +47,11 @@ from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
 
-@gluon.jit
-def in_order(sorted_ptr, unsorted, SPLIT: gl.constexpr):
-    """The tile that a program owns, one of the SPLIT of its line; lines behind `unsorted` come in the order that is
-    given."""
-    line = gl.program_id(0) // SPLIT
-    if sorted_ptr is not None:
-        late = line >= unsorted
-        line = gl.where(late, gl.load(sorted_ptr + (line - unsorted), mask=late, other=0), line)
-    return line * SPLIT + gl.program_id(0) % SPLIT
-
-
 @launch.Kernel
-@gluon.jit(do_not_specialize=["capacity", "unsorted"])
+@gluon.jit(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
     q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, elements_ptr, lengths_ptr,
-    sorted_ptr, B, H, GROUP, Tq, Tk, capacity, padded, unsorted, scale, CONFIG: gl.constexpr,
+    B, H, GROUP, Tq, Tk, capacity, padded, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK: gl.constexpr = CONFIG.block_m
@@ -79,7 +68,7 @@ def _attention_dq_kernel(
     fence_async_shared()
     thread_barrier()
 
-    tile, pair = owner_of(in_order(sorted_ptr, unsorted, CONFIG.block_q // BLOCK), Tq, CONFIG)
+    tile, pair = owner_of(gl.program_id(0), Tq, CONFIG)
     batch, head, first = pair // H, pair % H, tile * BLOCK
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
@@ -167,10 +156,10 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
 
 
 @launch.Kernel
-@gluon.jit(do_not_specialize=["capacity", "unsorted"])
+@gluon.jit(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
     q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, elements_ptr,
-    lengths_ptr, sorted_ptr, B, H, GROUP, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
+    lengths_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK: gl.constexpr = CONFIG.block_n
@@ -189,7 +178,7 @@ def _attention_dkdv_kernel(
     thread_barrier()
 
     tiles = gl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK)
-    program = in_order(sorted_ptr, unsorted, CONFIG.block_k // BLOCK)
+    program = gl.program_id(0)
     batch, key_head = program // tiles // (H // GROUP), program // tiles % (H // GROUP)
     first = program % tiles * BLOCK
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -265,16 +254,10 @@ densities of 50, 25 and 10%, blocks of 64 and 128), the fastest of four depths o
 taken over for D 128, where nothing was measured."""
 
 
-Order = tuple[Tensor | None, int]
-"""(numbers of the last lines of a layout, in which these begin; how many lines come before them in their own order)."""
-
-
 def launch_attention_bwd(
-    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_rows: Order, of_columns: Order, of_dq: Tile = TILE,
-    of_dkdv: Tile = TILE,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v; `grad` has contiguous rows. The orders are those in which programs of rows, and of
-    columns, begin."""
+    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `grad` has contiguous rows."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
     of_queries = queries_of(call)
     q, grad = without_padding(call.q, of_queries), without_padding(grad, of_queries)
@@ -287,13 +270,11 @@ def launch_attention_bwd(
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
-    order, unsorted = of_columns
-    args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, order, *sizes, unsorted, scale)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, *sizes, scale)
     grid = (p.columns * split * p.b * p.key_heads, 1, 1)
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     offsets, split, config = lists.row_offsets, p.block[0] // SIDE, config_of(p, of_dq)
-    order, unsorted = of_rows
-    args = (*inputs, dq_desc, stats, offsets, lists.col_indices, *masks, order, *sizes, padded, unsorted, scale)
+    args = (*inputs, dq_desc, stats, offsets, lists.col_indices, *masks, *sizes, padded, scale)
     grid = (p.rows * split * p.b * p.h, 1, 1)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
 from gossamer._core.philox import dropout_weights
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
@@ -37,7 +37,6 @@ from gossamer.blocksparse._triton.attention import (
 from gossamer.blocksparse.attention_lists import (
     Tile,
     column_of,
-    config_of,
     last_of,
     matrix_of,
     meeting,
@@ -45,12 +44,9 @@ from gossamer.blocksparse.attention_lists import (
     reached,
     row_of,
 )
-from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
-from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.attention_path import choose_path, empty_like
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
-RESIDENT, MOST = 3, 1024
-"""Programs of Hopper's kernels that share a multiprocessor, and lines at most that are sorted."""
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
 
@@ -80,32 +76,6 @@ def _attention_stats_kernel(
     stats_ptr += pair.to(tl.int64) * (2 * tiles * ROWS) + lines
     tl.store(stats_ptr, lse)
     tl.store(stats_ptr + tiles * ROWS, delta)
-
-
-@triton.jit
-def blocks_of(offsets_ptr, line, exists, H, GROUP, lines, CONFIG: tl.constexpr):
-    """Blocks of lines, counted over batches and heads; of GROUP neighbouring heads where these share a line."""
-    batch = line // lines // (H // GROUP)
-    head = line // lines % (H // GROUP) * GROUP
-    blocks = tl.zeros_like(line)
-    for member in range(GROUP):
-        at = offsets_ptr + (matrix_of(batch, head + member, H, CONFIG) * lines + line % lines)
-        blocks += tl.load(at + 1, mask=exists, other=0) - tl.load(at, mask=exists, other=0)
-    return blocks
-
-
-@launch.kernel(do_not_specialize=["first", "count"])
-def _attention_order_kernel(
-    offsets_ptr, order_ptr, H, GROUP, lines, first, count, CONFIG: tl.constexpr, LINES: tl.constexpr, MOST: tl.constexpr
-):  # fmt: skip
-    """Program (LINES of the last `count` lines): how many of these, at most MOST, come before each."""
-    own = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    every = tl.arange(0, MOST)
-    length = blocks_of(offsets_ptr, first + own, own < count, H, GROUP, lines, CONFIG)[:, None]
-    others = blocks_of(offsets_ptr, first + every, every < count, H, GROUP, lines, CONFIG)[None, :]
-    # Lines that do not exist have no blocks and stand behind all others.
-    before = (others > length) | ((others == length) & (every[None, :] < own[:, None]))
-    tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), first + own, mask=own < count)
 
 
 @triton.jit
@@ -354,29 +324,6 @@ def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | N
     return stats
 
 
-def longest_first(p: Problem, offsets: Tensor, lines: int, split: int, group: int = 1) -> tuple[Tensor | None, int]:
-    """(numbers of the last lines, longest first; how many lines come before these in their own order), for kernels of
-    which RESIDENT programs share a multiprocessor.
-
-    Programs begin in the order of their numbers, as others end, and a long line that begins last leaves the GPU
-    waiting. If all long lines began first, programs would end together, wave after wave, and would spread over all
-    heads, whose keys no cache holds. So only the last two waves of programs are sorted. Below a diagonal, where the
-    last lines are the longest, and where all programs begin at once, no lines are sorted.
-
-    `offsets` are a layout's, of its rows or columns; `lines` are those of a matrix, of `split` programs each; `group`
-    heads share a program.
-    """
-    total, wave = p.b * (p.h // group) * lines, RESIDENT * tuning.programs(offsets.device) // split
-    if p.causal or total <= wave:
-        return None, total
-    count = min(total, 2 * wave, MOST)
-    order = torch.empty(count, dtype=torch.int32, device=offsets.device)
-    args = (offsets, order, p.h, group, lines, total - count, count)
-    meta = {"CONFIG": config_of(p, Tile(64, 64)), "LINES": 16, "MOST": MOST}
-    _attention_order_kernel((launch.cdiv(count, 16), 1, 1), args, meta, num_warps=8)
-    return order, total - count
-
-
 def launch_attention_bwd(
     given: Operands, grad: Tensor, stats: Tensor, drelative: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -429,13 +376,9 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     stats = attention_stats(out, grad, lse, grad_lse)
     if choose_path(call) == "hopper":
-        from gossamer.blocksparse._gluon.attention_backward import SIDE
         from gossamer.blocksparse._gluon.attention_backward import launch_attention_bwd as on_hopper
 
-        p, lists = problem_of(call), Lists(call.layout, call.form)
-        of_rows = longest_first(p, lists.row_offsets, p.rows, p.block[0] // SIDE)
-        of_columns = longest_first(p, lists.col_offsets, p.columns, p.block[1] // SIDE, p.group)
-        return *on_hopper(call, grad, stats, of_rows, of_columns), dbias, drelative
+        return *on_hopper(call, grad, stats), dbias, drelative
     given, grad, sums = operands(call, tile_of), grad.contiguous(), None
     if relative is not None and call.with_relative:
         sums = torch.zeros_like(relative, dtype=torch.float32)
@@ -449,7 +392,6 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
 
 _CONFIG = replace(EXAMPLE, block_n=32)
 EXAMPLES = {
-    _attention_order_kernel: {"CONFIG": EXAMPLE, "LINES": 16, "MOST": MOST, "num_warps": 8},
     _attention_stats_kernel: {"ROWS": ROWS, "BLOCK_D": 128},
     _attention_dq_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": _CONFIG, "num_stages": 1},
     _attention_dkdv_kernel: {

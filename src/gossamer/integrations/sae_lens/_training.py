@@ -118,7 +118,8 @@ def _encode(
     scale: Tensor | None = None,
 ) -> tuple[Latents, HiddenPre]:
     hidden_pre = HiddenPre(self, x, b_dec, scale is not None, encoder)
-    rows = operators.encode(x, *(encoder or (self.W_enc, self.b_enc)), activation, b_dec=b_dec)
+    weight, bias = encoder or (self.W_enc, self.b_enc)
+    rows = operators.encode(x, weight, bias, activation, b_dec=b_dec)
     # SAELens scales latents, and scales them back to decode: `rows` are the latents in between.
     return Latents(rows, rows.l0, hidden_pre.dtype, None if scale is None else self.W_dec, scale), hidden_pre
 

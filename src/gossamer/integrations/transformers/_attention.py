@@ -371,10 +371,10 @@ class SparseSelfAttention(GatedSparseAttention):
         if self.calibrates is not None:
             real = torch.arange(q.shape[2], device=q.device).expand(q.shape[0], -1)
             real = real < (q.shape[2] if lengths is None else lengths[:, None])
-            statistics = score_statistics(*index, self.indexer.idx_bias, self.granularity)
+            statistics = score_statistics(index[0], index[1], index[2], self.indexer.idx_bias, self.granularity)
             self.calibrate_by(statistics, real, self.calibrates)
         if self.selects:
-            selection = None if whole else self.select(*index, lengths)
+            selection = None if whole else self.select(index[0], index[1], index[2], lengths)
             scored_by = (*index, self.indexer.idx_bias) if learns else ()
             if shared is not None:
                 shared.put(self.group, selection, scored_by)
