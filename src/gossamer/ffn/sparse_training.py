@@ -70,6 +70,7 @@ def _fake_bwd(call: SparseTrainingBwd) -> tuple[Tensor, ...]:
     keep=lambda call, results: results[4:],
     differentiable=2,
     once_differentiable="ffn.gated",
+    repeats=True,
 )
 def sparse_training() -> Any:
     from gossamer.ffn._triton.sparse_training import sparse_training
@@ -77,7 +78,9 @@ def sparse_training() -> Any:
     return sparse_training
 
 
-@register(SparseTrainingBwd, cpu=_cpu.sparse_training_bwd, fake=_fake_bwd, once_differentiable="ffn.gated")
+@register(
+    SparseTrainingBwd, cpu=_cpu.sparse_training_bwd, fake=_fake_bwd, once_differentiable="ffn.gated", repeats=True
+)
 def sparse_training_bwd() -> Any:
     from gossamer.ffn._triton.sparse_training import sparse_training_bwd
 

@@ -92,9 +92,9 @@ def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, gated: bool
         order = fired.argsort(descending=True, stable=True)[:capacity]
         place = torch.arange(order.shape[0], dtype=torch.int32, device=values.device)
         torch.clamp(listed[1], max=order.shape[0], out=listed[0])
-        used = place < listed[0]
-        listed[2 : 2 + order.shape[0]] = torch.where(used, order, 0)
-        slot[order] = torch.where(used, place, -1)
+        unused = place >= listed[0]
+        listed[2 : 2 + order.shape[0]] = order.masked_fill(unused, 0)
+        slot.scatter_(0, order, place.masked_fill(unused, -1))
     return Hot(listed, slot, values.new_zeros(2 if gated else 1, m, capacity))
 
 
