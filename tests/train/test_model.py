@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import gossamer.train.model as model_of
 from gossamer.train import PRESETS, Config, Transformer, learning_rate, preset, save_pretrained
 
 pytestmark = pytest.mark.native
@@ -86,6 +87,30 @@ def test_ways_of_computing_agree(changes: dict[str, Any], monkeypatch: pytest.Mo
         error = (a.grad - b.grad).norm() / a.grad.norm()
         # A neuron near 0 is on in one dtype and off in the other.
         assert error < (0.2 if "dtype" in changes else 1e-4), name
+
+
+def test_compiled_layers_keep_no_casts_and_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the backward pass: the bytes that it reads, of a model in bfloat16."""
+    compile_, kept = torch.compile, dict[str, int]()
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, backend="aot_eager_decomp_partition"))
+    for name, again in (("all", {}), ("few", model_of.AGAIN)):
+        monkeypatch.setattr(model_of, "AGAIN", again)
+        torch._dynamo.reset()
+        model = Transformer(Config(**{**SMALL, "dtype": "bfloat16"}, compile=True))
+        owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        found: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owned:  # noqa: B023
+                found[storage.data_ptr()] = storage.nbytes()  # noqa: B023
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(torch.randint(50, (3, 17))).loss
+        kept[name] = sum(found.values())
+        loss.backward()
+    assert kept["few"] < 0.8 * kept["all"]
 
 
 def test_the_rate_warms_up_and_falls_as_a_cosine() -> None:
