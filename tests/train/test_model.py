@@ -130,10 +130,14 @@ def test_the_rate_warms_up_and_falls_as_a_cosine() -> None:
         ({"batch": 5}, "batch must be a multiple of micro_batch = 2, got 5"),
         ({"hidden": 30}, "hidden must be a multiple of twice heads = 4, got 30"),
         ({"l1": -1.0}, "coefficient must be at least 0"),
+        ({"clip": 0}, "clip must be above 0"),
+        ({"warmup": -3}, "warmup must be at least 0"),
+        ({"weight_decay": "x"}, "weight_decay must be a number, got str"),
+        ({"gated": 7}, "gated must be True or False, got 7"),
     ],
 )
 def test_a_configuration_says_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Config(**{**SMALL, **changes})
 
 

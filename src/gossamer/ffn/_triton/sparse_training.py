@@ -40,7 +40,7 @@ def lists_of(x: Tensor, weights: Weights, limit: int, room: int, slots: int, cap
     m, n = x.shape[0], weights.gate.shape[0]
     packed = empty_twell(x, m, n, TILE, slots)
     launch_linear_pack(x, weights.gate, weights.gate_bias, weights.threshold, TILE, packed)
-    hot = train_hot.choose(packed, TILE, n, weights.up is not None, capacity)
+    hot = train_hot.choose(packed, TILE, n, limit, weights.up is not None, capacity)
     return row_lists(packed, hot, TILE, n, limit, room), hot
 
 

@@ -25,16 +25,23 @@ FLAT = 1024
 
 
 @launch.kernel
-def _ffn_hot_sample_kernel(indices_ptr, counts_ptr, fired_ptr, step, tiles, slots, tile, BLOCK: tl.constexpr):
-    """Program (one of every `step` rows): counts its neurons."""
+def _ffn_hot_sample_kernel(indices_ptr, counts_ptr, fired_ptr, step, tiles, slots, tile, limit, BLOCK: tl.constexpr):
+    """Program (one of every `step` rows): counts its neurons, unless it goes through dense tiles as a whole."""
     row = tl.program_id(0).to(tl.int64) * step
+    total = 0
+    most = 0
     for first_tile in range(0, tiles, BLOCK):
         at = first_tile + tl.arange(0, BLOCK)
         counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
-        counts = tl.minimum(counts, slots)
-        for first in range(0, tl.max(counts, axis=0), RANKS):
-            held, column = columns_at(indices_ptr + row * tiles * slots, at, counts, first, slots, tile)
-            tl.atomic_add(fired_ptr + column, 1, mask=held, sem="relaxed")
+        most = tl.maximum(most, tl.max(counts, axis=0))
+        total += tl.sum(counts, axis=0)
+    if (most <= slots) & (total <= limit):
+        for first_tile in range(0, tiles, BLOCK):
+            at = first_tile + tl.arange(0, BLOCK)
+            counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
+            for first in range(0, tl.max(counts, axis=0), RANKS):
+                held, column = columns_at(indices_ptr + row * tiles * slots, at, counts, first, slots, tile)
+                tl.atomic_add(fired_ptr + column, 1, mask=held, sem="relaxed")
 
 
 @launch.kernel
@@ -74,15 +81,15 @@ def _ffn_hot_hidden_kernel(
     tl.store(hidden_ptr + at, hidden, mask=held)
 
 
-def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, gated: bool, capacity: int) -> Hot:
-    """packed: as `entry_lists.row_lists` takes it. Slots that are not in use name neuron 0: their values are zeros, and
-    `Slots` gives zeros for its weights."""
+def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: int, gated: bool, capacity: int) -> Hot:
+    """packed and limit: as `entry_lists.row_lists` takes them. Slots that are not in use name neuron 0: their values
+    are zeros, and `Slots` gives zeros for its weights."""
     values, indices, counts = packed
     m, tiles, slots = values.shape
     fired, listed = (torch.zeros(size, dtype=torch.int32, device=values.device) for size in (n, 2 + capacity))
     step = m // SAMPLED | 1
     rows, block = launch.cdiv(m, step), min(max(launch.next_power_of_2(tiles), 16), 64)
-    args = (indices, counts, fired, step, tiles, slots, tile)
+    args = (indices, counts, fired, step, tiles, slots, tile, limit)
     _ffn_hot_sample_kernel((rows, 1, 1), args, {"BLOCK": block}, num_warps=1)
     least = min(rows, max(int(hot_bound(rows, values.element_size(), values.device)), launch.cdiv(LEAST, step)))
     torch.sum(fired > least, 0, dtype=torch.int32, out=listed[1])
