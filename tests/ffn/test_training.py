@@ -63,9 +63,9 @@ def test_sizes() -> None:
     for mean, each, slots in ((29, 64, 64), (60, 128, 64), (300, 512, 64), (5000, 5632, 256)):
         assert training.sizes_for(16384, 5632, known(mean), 64) == (704, 16384 * each, slots, 64)
     assert training.sizes_for(16384, 5632, None) == (704, 16384 * 64, 64, 0)
-    # Few heavy rows are gathered; many go through dense tiles, and need no room.
-    assert training.sizes_for(16384, 5632, known(40, 500))[:2] == (704, 16384 * 64)
-    assert training.sizes_for(16384, 5632, known(110, 1600))[:2] == (256, 16384 * 16)
+    # Heavy rows go through dense tiles, and need no room.
+    assert training.sizes_for(16384, 5632, known(40, 500))[:2] == (704, 16384 * 16)
+    assert training.sizes_for(16384, 5632, known(110, 1600))[:2] == (704, 16384 * 16)
     assert training.sizes_for(5, 3, None) == (64, 16, 64, 0)
     assert training.sizes_for(1 << 28, 5632, known(60, rows=1 << 28)).room == 1 << 30
     # Columns for as many hot neurons as there were, in steps, and none for few.

@@ -42,11 +42,9 @@ FEW = 3
 lists of the next most frequent neurons are long."""
 LISTS, LISTS_OF_ROW = 8e-5, 2.2e-8
 """Seconds that lists take whatever they hold, in all and for each row: to make them, and to begin a program."""
-HEAVY, GATHERED = 22, 8
-"""A row with more than one in HEAVY of all columns takes less time in dense tiles: 0.8 us a row, 3.2 ns an entry. Tiles
-take 300 us for the first row, too: where few rows have so many entries, the limit is one in GATHERED."""
-MANY = 32
-"""Of how many rows one is heavy where these are many."""
+HEAVY = 8
+"""A row with more than one in HEAVY of all columns goes through dense tiles: these take 0.8 us for it and 300 us for the
+first one, lists 3.2 ns for an entry."""
 TILES = 4
 """How many times as long a heavy row takes as one of dense products, in the tiles of both passes."""
 SLOTS = 64
@@ -76,16 +74,11 @@ class Sizes(NamedTuple):
 def sizes_for(m: int, n: int, known: Density | None, hot: int = 0) -> Sizes:
     """For M rows of N columns by what is known of their entries, or for what is not known yet. Powers of two, so that
     few shapes are met."""
-    few = known is None or known.over * MANY <= known.rows
-    if known is None:
-        each = n / 96
-    else:
-        each = 1.25 * (known.mean if few else known.light / max(known.rows, 1))
+    each = n / 96 if known is None else 1.25 * known.light / max(known.rows, 1)
     each = min(n, max(16, 1 << (int(each) - 1).bit_length()))
     in_tile = each * min(1.0, 256 / n)
     slots = min(256, max(SLOTS, 1 << int(2.5 * in_tile).bit_length()))
-    limit = max(64, n // (GATHERED if few else HEAVY))
-    return Sizes(limit, min(MOST, -(-m * each // 16) * 16), slots, hot)
+    return Sizes(heavy_limit(n), min(MOST, -(-m * each // 16) * 16), slots, hot)
 
 
 def heavy_limit(n: int) -> int:

@@ -141,8 +141,7 @@ class Run(Resumable):
             if method == "auto":
                 method = "fused"
                 if known is not None and self.device.type == "cuda" and config.activation != "silu":
-                    # A run that began in a version before has the mean of all entries alone.
-                    mean = known.get(f"light/{number:02}", known[f"l0/{number:02}"])
+                    mean = known[f"light/{number:02}"]
                     index = self.device.index or 0
                     fits = FULL * mean * sizes[0] < room
                     if fits and lists_are_faster(mean, columns, sizes, config.gated, self.model.dtype.itemsize, index):
