@@ -43,8 +43,8 @@ lists of the next most frequent neurons are long."""
 LISTS, LISTS_OF_ROW = 8e-5, 2.2e-8
 """Seconds that lists take whatever they hold, in all and for each row: to make them, and to begin a program."""
 HEAVY = 8
-"""A row with more than one in HEAVY of all columns goes through dense tiles: these take 0.8 us for it and 300 us for the
-first one, lists 3.2 ns for an entry."""
+"""A row with more than one in HEAVY of all columns goes through dense tiles: these take 0.8 us for it and 300 us for
+the first one, lists 3.2 ns for an entry."""
 TILES = 4
 """How many times as long a heavy row takes as one of dense products, in the tiles of both passes."""
 SLOTS = 64

@@ -124,7 +124,7 @@ class Transformer(nn.Module):
         """tokens int64 `[B, T + 1]`: each of the first T predicts the next."""
         again: Any = partitioner.patch(AGAIN) if self.config.compile else nullcontext()
         with again, torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            x, activities = self._stream(tokens[:, :-1])
+            x, activities = self.stream(tokens[:, :-1])
             loss = self._loss(x, self.model.embed_tokens.weight, tokens[:, 1:])
         if activities[0] is None:
             return Outputs(loss, None)
@@ -133,9 +133,10 @@ class Transformer(nn.Module):
     def logits(self, tokens: Tensor) -> Tensor:
         """tokens int64 `[B, T]` -> `[B, T, vocabulary]`."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16):
-            return F.linear(self._stream(tokens)[0], self.model.embed_tokens.weight)
+            return F.linear(self.stream(tokens)[0], self.model.embed_tokens.weight)
 
-    def _stream(self, tokens: Tensor) -> tuple[Tensor, list[Activity | None]]:
+    def stream(self, tokens: Tensor) -> tuple[Tensor, list[Activity | None]]:
+        """tokens int64 `[B, T]` -> (what the output layer takes, `[B, T, hidden]`; the activity of each layer)"""
         x = self.model.embed_tokens(tokens).to(self.dtype)
         cos, sin = (t.to(self.dtype) for t in self.rotary(torch.arange(tokens.shape[1], device=tokens.device)))
         activities = []
