@@ -170,7 +170,8 @@ class Recorder(TorchDispatchMode):
                 constants[at] = arg.new_empty(arg.shape) if views and not arg.numel() else 0
                 if arg.numel():
                     place, offset = self._place_of(arg)
-                    pointers.append((at, place, offset, (arg.dtype, arg.shape, arg.stride()) if views else None))
+                    like = arg.dtype, arg.shape, arg.stride()
+                    pointers.append((at, place, offset, like if views else None))
             elif type(arg) is Epoch:
                 constants[at] = 0
                 pointers.append((at, arg.place, 0, None))
@@ -370,6 +371,8 @@ def _by_pytorch(x: int, y: int, z: int, stream: int, function: Any, count: int, 
 
 def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
     """A view of a tensor's memory, for steps that take no addresses."""
+    if not offset and x.dtype is dtype and x.shape == shape and x.stride() == strides:
+        return x
     if x.dtype is dtype:
         return x.as_strided(shape, strides, x.storage_offset() + offset // dtype.itemsize)
     at = (x.storage_offset() * x.element_size() + offset) // dtype.itemsize
