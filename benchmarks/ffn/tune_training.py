@@ -75,10 +75,11 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
     with torch.no_grad():
         weights, room = Weights(of.gate, of.bias, None, of.up, None, of.down), of.room
         lists, _ = sparse_training.lists_of(of.x, weights, of.limit, room, of.slots, 0)
-        nnz, heavy = int(lists.offsets[-1]), int(lists.heavy[0])
+        nnz, heavy = int(lists.offsets[-1]), int(lists.rows[1, 0])
         print(f"{label}: {nnz / of.x.shape[0]:.1f} entries a row, {heavy} heavy rows, {int(lists.fired.max())} at most")
-        values = train_rows.forward(lists, of.x, weights, None, False)[1]
-        turned = column_lists(lists.values, values, lists.columns, lists.offsets, N, False)
+        train_rows.forward(lists, of.x, weights, None, False)
+        gate, values = lists.values[0], None if of.up is None else lists.values[1]
+        turned = column_lists(gate, values, lists.columns, lists.offsets, N, False)
 
         def down_gradients(tile: Tile = train_columns.DOWN) -> tuple[Tensor, Tensor]:
             hidden = turned.hidden, None
@@ -87,17 +88,15 @@ def parts(of: Operands, results: tune.Results, label: str) -> None:
             return found, dots
 
         dots = down_gradients()[1]
-        rows, columns = train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)
+        rows, columns = train_columns.hidden_gradients(turned, dots, gate, values, None, False)
         dx, second = torch.empty_like(of.x), None if of.up is None else (rows[1], of.up)
         pair = columns[0], None if of.up is None else columns[1]
         small = {
             "gate and lists": lambda: sparse_training.lists_of(of.x, weights, of.limit, room, of.slots, 0)[0][0],
-            "column lists": lambda: column_lists(lists.values, values, lists.columns, lists.offsets, N, False).hidden[
-                :nnz
+            "column lists": lambda: column_lists(gate, values, lists.columns, lists.offsets, N, False).hidden[:nnz],
+            "hidden gradients": lambda: train_columns.hidden_gradients(turned, dots, gate, values, None, False)[0][
+                :, :nnz
             ],
-            "hidden gradients": lambda: train_columns.hidden_gradients(turned, dots, lists.values, values, None, False)[
-                0
-            ][:, :nnz],
         }
         long_columns, long_offsets = lists.columns.int(), lists.offsets.long()
         small["transpose_keys"] = lambda: transpose_keys(TransposeKeys(long_columns, long_offsets, N))[0]

@@ -191,16 +191,12 @@ def test_copies_are_repeated(device: torch.device, stopped: Callable[[], None]) 
 
 
 def test_other_steps_are_not_repeated(device: torch.device) -> None:
-    """A launcher that looks at a number, or reads a tensor of its own, is asked each time."""
+    """A launcher that adds in PyTorch, or reads a tensor of its own, is asked each time."""
     own, asked = torch.ones(4, device=device), []
 
-    def looks(call: tuple[Tensor]) -> Tensor:
+    def adds(call: tuple[Tensor]) -> Tensor:
         asked.append(call)
-        return call[0] + call[0].max().item()
-
-    def finds(call: tuple[Tensor]) -> Tensor:
-        asked.append(call)
-        return call[0].new_zeros(4).index_fill_(0, call[0].nonzero()[:, 0], 7)
+        return call[0].new_empty(4).copy_(call[0] + 1)
 
     def reads(call: tuple[Tensor]) -> Tensor:
         asked.append(call)
@@ -210,59 +206,13 @@ def test_other_steps_are_not_repeated(device: torch.device) -> None:
         asked.append(call)
         return call[0].view(2, 2)
 
-    for run in (looks, finds, reads, gives):
+    for run in (adds, reads, gives):
         asked.clear()
         repeated = replay.Repeated(run, lambda call: call, [0], lambda call: ())
         for at in range(4):
             x, wanted = torch.full((4,), at, device=device), run((torch.full((4,), at, device=device),))
             assert torch.equal(repeated((x,)), wanted)
         assert len(asked) == 8 and list(repeated._known.values()) == [None]
-
-
-def test_steps_by_pytorch(device: torch.device) -> None:
-    """Functions that give new tensors, one or several, write into others, or take lists; what lies between is freed
-    while the steps go on, and results are not."""
-
-    def run(call: tuple[Tensor]) -> tuple[Tensor, ...]:
-        x, ended = call[0], call[0].new_empty(3, 2)
-        order, small = x.argsort(stable=True), torch.arange(3, device=device) < x.sum()
-        rows = torch.cat((x, x.flip(0))).view(2, 6)
-        for _ in range(4):
-            rows = rows * 2 + 1
-        picked = rows.index_select(1, order[:3]).masked_fill_(~small, 0)
-        ended.zero_().scatter_(0, order[:2, None] % 3, rows[:, :1])
-        return picked.t(), ended, (rows.t() @ rows).sum(0, dtype=torch.float64) / 3, x.new_zeros(2, 0)
-
-    repeated = replay.Repeated(run, lambda call: call, [0], lambda call: ())
-    for seed in range(4):
-        x = torch.randn(6, device=device, generator=torch.Generator(device).manual_seed(seed))
-        for got, want in zip(repeated((x,)), run((x,)), strict=True):
-            assert torch.equal(got, want) and got.stride() == want.stride()
-    assert [type(found) for found in repeated._known.values()] == [replay.Recording]
-
-
-def test_memory_is_freed_on_the_way(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A repetition holds no more at a time than the launcher, but for what the next launches may still read."""
-    alive: list[Any] = []
-
-    def allocate(shape: Any, strides: Any, dtype: Any) -> Tensor:
-        made = torch.empty_strided(shape, strides, dtype=dtype, device=device)
-        alive.append(weakref.ref(made))
-        most.append(sum(each() is not None for each in alive))
-        return made
-
-    def run(call: tuple[Tensor]) -> Tensor:
-        x = call[0]
-        for _ in range(12):
-            x = x.new_empty(x.shape).copy_(x)
-        return x
-
-    most: list[int] = []
-    monkeypatch.setitem(replay.EMPTY, device.type, allocate)
-    repeated = replay.Repeated(run, lambda call: call, [0], lambda call: ())
-    for at in range(3):
-        assert torch.equal(repeated((torch.full((4,), float(at), device=device),)), torch.full((4,), at, device=device))
-    assert len(most) == 12 and max(most) <= 5
 
 
 def test_nothing_is_held(device: torch.device) -> None:
@@ -297,10 +247,10 @@ def test_a_refused_launcher_and_a_failing_one(device: torch.device) -> None:
 
     def large(call: tuple[Tensor]) -> Tensor:
         asked.append(call)
-        found = call[0].sum().item()
+        found = call[0].sum()
         for _ in range(3):
             held.append(weakref.ref(call[0].new_empty(100)))
-        return call[0] + found
+        return found + 1
 
     def fails(call: tuple[Tensor]) -> Tensor:
         asked.append(call)

@@ -3,13 +3,8 @@
 import pytest
 import torch
 
-from gossamer._core import replay
 from gossamer._core.operator import OPERATORS, forget
-from gossamer._core.ops import INTERPRET
-from gossamer.ffn.records import SparseTraining
-from gossamer.ffn.sparse_training import sparse_training
 from tests.ffn.dense import call, check, operands
-from tests.ffn.trained import drawn, leaves, operator_arguments, taken
 
 
 @pytest.mark.gpu
@@ -47,37 +42,3 @@ def test_one_tensor_for_two_operands_and_then_two(m: int, device: torch.device, 
         one = {**a, "up": a["gate"], "up_bias": a["gate_bias"]}
         check(one, call(one, method="gather"))
         check(a, call(a, method="gather"))
-
-
-@pytest.mark.kernels
-@pytest.mark.parametrize("hot, gated", [(16, True), (0, False)])
-def test_both_passes_of_training(
-    hot: int, gated: bool, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A repetition has the bits of a call that is not one: with hot neurons, rows without a list and the L1 penalty."""
-    from gossamer.ffn._triton import train_hot
-
-    shape = (20, 16, 70, 12) if INTERPRET else (300, 64, 512, 48)
-    monkeypatch.setattr(train_hot, "LEAST", 3)
-    forget()
-    for _ in range(3):
-        a, grad = drawn(shape, torch.float32, device, generator, 1.0)
-        a["x"][3] *= 30
-        ours = leaves(taken(a, gated))
-
-        def step() -> list[torch.Tensor]:
-            arguments = operator_arguments(ours, shape[2] // 7, 20 * shape[0], hot=hot)  # noqa: B023
-            found = sparse_training(SparseTraining(*arguments))
-            of = (found[0] * grad).sum() + found[1]  # noqa: B023
-            return [*found[:4], *torch.autograd.grad(of, list(ours.values()))]  # noqa: B023
-
-        got = step()
-        with monkeypatch.context() as patch:
-            patch.setattr(replay, "walking", {0})
-            want = step()
-        assert all(map(torch.equal, got, want))
-    for name in ("sparse_training", "sparse_training_bwd"):
-        repeated = OPERATORS[name].repeated
-        assert repeated is not None
-        assert [type(found) for found in repeated._known.values()] == [replay.Recording]
-    forget()

@@ -90,7 +90,7 @@ def test_penalty_and_counts(
     a = taken(a, gated)
     ours, wide = leaves(a), leaves(a, torch.float64)
     arguments = operator_arguments(ours, SHAPE[2] // 3, SHAPE[0] * SHAPE[2], 256, capacity)
-    _, l1, _, fired, *_, heavy, _, hot, values = found = sparse_training(SparseTraining(*arguments))
+    _, l1, _, fired, *_, (_, heavy), hot, values = found = sparse_training(SparseTraining(*arguments))
     used, (_, m, _) = int(hot[0]), values.shape
     assert 8 < used <= capacity and 0 < int(heavy[0]) < m // 2
     gate = torch.relu(wide["x"] @ wide["gate"].t() + wide["gate_bias"])
@@ -137,7 +137,7 @@ def test_slots_not_in_use_take_no_part(
     def both(operands: dict[str, torch.Tensor], grad: torch.Tensor) -> list[torch.Tensor]:
         ours = leaves(operands)
         found = sparse_training(SparseTraining(*operator_arguments(ours, SHAPE[2], SHAPE[0] * SHAPE[2], 256, 144)))
-        hot = found[9]
+        hot = found[7]
         assert 8 < int(hot[0]) < 144 and 0 not in hot[2 : 2 + int(hot[0])].tolist()
         return [found[0].detach(), *torch.autograd.grad(found[0], list(ours.values()), grad)]
 

@@ -6,10 +6,10 @@ launches. A `Recording` keeps the compiled launches, and for each of their point
 it points into, and its offset there. It holds no tensor, no memory and no stream, so it serves any operands of its key,
 in eager calls and while a CUDA graph captures.
 
-A launcher is recorded only if each of its steps is a launch, or a function of PyTorch that gives tensors on the same
-device, of shapes that follow from those of its arguments: a mode of PyTorch's dispatcher looks on, and refuses every
-other step, as it refuses a pointer into memory that no step has made. Memory that launches of a stream share, `flags`,
-`scratch` and `counters` of `launch`, is asked for anew.
+A launcher is recorded only if each of its steps is an allocation, a view, a copy, a product that the library writes
+where it is told, or a launch: a mode of PyTorch's dispatcher looks on and refuses every other step, as it refuses a
+pointer into memory that no step has made. Memory that launches of a stream share, `flags`, `scratch` and `counters` of
+`launch`, is asked for anew.
 """
 
 import threading
@@ -32,13 +32,19 @@ EMPTY = {"cuda": _guards._empty_strided_cuda, "cpu": _guards._empty_strided_cpu}
 _aten = torch.ops.aten
 _EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
 _EMPTY |= {_aten.new_empty.default, _aten.new_empty_strided.default}
-_UNSURE = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded}
-_UNSURE |= {torch.Tag.inplace_view}
-"""Functions of PyTorch that follow from more than their arguments' shapes, or change a tensor's own."""
-_MOST_BYTES = 1 << 29
-"""Of all that a launcher allocates: while it is recorded, none of it is freed."""
-_BESIDE = 2
-"""Launches by which a free lags: a kernel may begin while the one before it still reads."""
+_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
+_COPIES = {_aten.clone.default, _aten._to_copy.default}
+_WRITES: dict[Any, Callable[..., Any]] = {
+    _aten.copy_.default: Tensor.copy_,
+    _aten.zero_.default: Tensor.zero_,
+    _aten.fill_.Scalar: Tensor.fill_,
+    _aten.mm.out: lambda a, b, out: torch.mm(a, b, out=out),
+    _aten.addmm.out: lambda bias, a, b, out: torch.addmm(bias, a, b, out=out),
+}
+"""Steps by PyTorch, and the functions that repeat them."""
+_MOST_BYTES = 1 << 26
+"""Of allocations that are no results. A recording holds them all until it ends, where a launcher may use memory again;
+and calls that need more take the device longer than the host."""
 
 Launch = tuple[Callable[..., Any], tuple[Any, ...]]
 """A compiled kernel's function, and its arguments between the stream and those of the kernel."""
@@ -54,29 +60,12 @@ class Epoch(int):
 
 class Memory(NamedTuple):
     """A place of memory: the tensor, None for a missing operand and for an epoch; and how a repetition makes it, by
-    `maker(*given)`, None for operands, epochs and results of steps."""
+    `maker(*given)`, None for operands and epochs."""
 
     tensor: Tensor | None
     maker: Callable[..., Any] | None = None
     given: tuple[Any, ...] = ()
     owned: bool = False
-
-
-class Step(NamedTuple):
-    """A launch: `run(*grid, stream, *arguments, *args)`. args are the constants, with the addresses, groups and
-    descriptors at their places in the list; results are the places of memory that take what `run` returns."""
-
-    launch: Launch
-    grid: tuple[int, int, int]
-    constants: list[Any]
-    pointers: list[Any]
-    groups: list[Any]
-    descriptors: list[Any]
-    results: list[int]
-
-    def places(self) -> list[int]:
-        """The places of memory that the step reads or writes."""
-        return [*(at[1] for at in self.pointers), *(at[1] for at in self.descriptors), *self.results]
 
 
 class Recorder(TorchDispatchMode):
@@ -87,14 +76,14 @@ class Recorder(TorchDispatchMode):
         self.complete, self._bytes = True, 0
         # Allocations stay alive while others are made, so that no address comes twice.
         self.memory = [Memory(x) for x in operands]
-        self.steps: list[Step] = []
+        self.launches: list[tuple[Launch, tuple[int, int, int], list[Any], list[Any], list[Any]]] = []
         self._places = {_storage(x): place for place, x in enumerate(operands) if x is not None}
         self._device = next(x.device for x in operands if x is not None)
 
     def refuse(self) -> None:
         """The launcher cannot be recorded, and nothing of it is held any longer."""
         self.complete = False
-        self.memory, self.steps, self._places = [], [], {}
+        self.memory, self.launches, self._places = [], [], {}
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -103,33 +92,25 @@ class Recorder(TorchDispatchMode):
             with self:
                 return function.decompose(*args, **kwargs)
         made = function(*args, **kwargs)
-        if not self.complete or function.is_view:
+        if not self.complete:
             return made
-        found = made if isinstance(made, tuple) else (made,)
-        if _UNSURE & {*function.tags} or any(type(x) is not Tensor or x.device != self._device for x in found):
+        if function in _EMPTY or function in _ZEROS or function in _COPIES:
+            self._bytes += made.nbytes
+            if made.device != self._device or self._bytes > 4 * _MOST_BYTES:
+                self.refuse()
+                return made
+            self.keep(made, EMPTY[self._device.type], tuple(made.shape), made.stride(), made.dtype, owned=True)
+        if function in _COPIES:
+            self._write(Tensor.copy_, made, args[0])
+        elif function in _ZEROS:
+            self._write(Tensor.zero_, made)
+        elif function in _WRITES and not kwargs.keys() - {"out"}:
+            self._write(_WRITES[function], *args, *kwargs.values())
+        elif function not in _EMPTY and not function.is_view:
             self.refuse()
-        elif function in _EMPTY:
-            self._own(made, EMPTY[self._device.type], tuple(made.shape), made.stride(), made.dtype)
-        else:
-            # A function that gives memory which is known writes there, or gives a view.
-            new = [x for x in found if _storage(x) not in self._places]
-            if new or function._schema.is_mutable:
-                launch = _by_pytorch, (function, len(args), tuple(kwargs))
-                results = range(len(self.memory), len(self.memory) + len(new))
-                self.add(launch, (1, 1, 1), [*args, *kwargs.values()], {}, True, [*results])
-                for x in new:
-                    self._own(x)
         return made
 
-    def _own(self, made: Tensor, maker: Any = None, *given: Any) -> None:
-        """Memory of this call alone."""
-        self._bytes += made.nbytes
-        if self.complete:
-            self.keep(made, maker, *given, owned=True)
-        if self._bytes > _MOST_BYTES:
-            self.refuse()
-
-    def keep(self, made: Tensor, maker: Any, *given: Any, owned: bool = False) -> None:
+    def keep(self, made: Tensor, maker: Callable[..., Any], *given: Any, owned: bool = False) -> None:
         """Memory that a step has made, and a repetition makes by `maker`; `owned` by this call alone."""
         self._places[_storage(made)] = len(self.memory)
         self.memory.append(Memory(made, maker, given, owned))
@@ -142,6 +123,9 @@ class Recorder(TorchDispatchMode):
         self.memory.append(Memory(None))
         return found
 
+    def _write(self, function: Any, *args: Any) -> None:
+        self.add((_run_below_autograd, (function,)), (1, 1, 1), args, {}, views=True)
+
     def _place_of(self, x: Tensor) -> tuple[int, int]:
         """(place in `memory`, bytes behind its beginning) of a tensor."""
         place = self._places.get(_storage(x), -1)
@@ -153,122 +137,87 @@ class Recorder(TorchDispatchMode):
 
     def add(
         self, launch: Launch, grid: tuple[int, int, int], args: Sequence[Any], meta: Mapping[str, Any],
-        views: bool = INTERPRET, results: Sequence[int] = (),
+        views: bool = INTERPRET,
     ) -> None:  # fmt: skip
         """A launch that has just run. It takes addresses, or with `views` tensors."""
-        given, groups = [*args, *meta.values()], []
+        if not self.complete:
+            return
+        constant, pointers, descriptors = [*args, *meta.values()], [], []
         for at, arg in enumerate(args):
-            if isinstance(arg, tuple | list) and any(isinstance(x, Tensor) for x in arg):
-                groups.append((at, len(given), len(given) + len(arg), type(arg)))
-                given += arg
-        constants, pointers, descriptors = given.copy(), [], []
-        for at, arg in enumerate(given):
-            if not self.complete:
-                return
             if isinstance(arg, Tensor):
                 # A tensor without elements has the address 0.
-                constants[at] = arg.new_empty(arg.shape) if views and not arg.numel() else 0
+                constant[at] = arg.new_empty(arg.shape) if views and not arg.numel() else 0
                 if arg.numel():
                     place, offset = self._place_of(arg)
-                    like = arg.dtype, arg.shape, arg.stride()
-                    pointers.append((at, place, offset, like if views else None))
+                    pointers.append((at, place, offset, (arg.dtype, arg.shape, arg.stride()) if views else None))
             elif type(arg) is Epoch:
-                constants[at] = 0
+                constant[at] = 0
                 pointers.append((at, arg.place, 0, None))
             elif hasattr(arg, "block_shape"):
                 place, offset = self._place_of(arg.base)
                 if offset or INTERPRET:
                     self.refuse()
-                constants[at] = None
+                constant[at] = None
                 descriptors.append((at, place, type(arg), {**vars(arg), "base": None}))
-        for at, *_ in groups:
-            constants[at] = None
-        if self.complete:
-            self.steps.append(Step(launch, grid, constants, pointers, groups, descriptors, [*results]))
+            elif isinstance(arg, tuple):
+                self.refuse()
+            if not self.memory:  # refused
+                return
+        self.launches.append((launch, grid, constant, pointers, descriptors))
 
     def recording(self, results: Any) -> "Recording | None":
         """The recording of a launcher that returned these results; None where it cannot be repeated."""
-        returned: list[tuple[int, Any]] = []
+        made: list[Any] = [(each.maker, each.given) for each in self.memory if each.maker is not None]
+        steps = [place for place, each in enumerate(self.memory) if each.maker is not None]
+        between = sum(each.tensor.nbytes for each in self.memory if each.owned and each.tensor is not None)
+        places: list[int] = []
         for result in (results,) if isinstance(results, Tensor) else results or ():
             place, offset = self._place_of(result) if self.complete else (-1, 0)
             whole = self.memory[place] if place >= 0 else Memory(None)
-            if offset or not whole.owned or whole.tensor is None or place in (at for at, _ in returned):
+            if offset or not whole.owned or place in places or whole.tensor is None:
                 return None
             if whole.tensor.nbytes != result.nbytes or whole.tensor.dtype is not result.dtype:
                 return None
-            like: Any = tuple(result.shape), result.stride()
-            if whole.maker is not None:
-                self.memory[place] = whole._replace(given=(*like, result.dtype))
-            elif like == (tuple(whole.tensor.shape), whole.tensor.stride()):
-                like = None
-            returned.append((place, None if whole.maker is not None else like))
-        return Recording(self.memory, self.steps, returned, results) if self.complete else None
+            made[steps.index(place)] = whole.maker, (tuple(result.shape), result.stride(), result.dtype)
+            places.append(place)
+            between -= result.nbytes
+        if not self.complete or between > _MOST_BYTES:
+            return None
+        return Recording(made, self.launches, places, results)
 
 
 class Recording:
-    """The allocations and launches of a call. What lies between is allocated as it is needed, and then freed."""
+    """The allocations and launches of a call."""
 
-    __slots__ = ("_count", "_last", "_returned", "_returns", "_steps")
+    __slots__ = ("_launches", "_made", "_places", "_returns")
 
-    def __init__(self, memory: list[Memory], steps: list[Step], returned: list[tuple[int, Any]], results: Any) -> None:
-        first, last = dict[int, int](), dict[int, int]()
-        for number, step in enumerate(steps):
-            for place in step.places():
-                # An epoch comes with its flags, which stand before it.
-                place -= memory[place].tensor is None
-                first.setdefault(place, number)
-                last[place] = number
-        kept = {place for place, _ in returned}
-        operands = next((place for place, each in enumerate(memory) if each.maker or each.owned), len(memory))
-        made: list[list[Any]] = [[] for _ in range(len(steps) + 1)]
-        freed: list[list[int]] = [[] for _ in range(len(steps) + 1 + _BESIDE)]
-        for place, each in enumerate(memory):
-            if each.maker is not None and (place in first or place in kept):
-                made[first.get(place, len(steps))].append((place, each.maker, each.given))
-            if place >= operands and place in last and place not in kept:
-                freed[last[place] + _BESIDE].append(place)
-        self._count = len(memory) - operands
-        self._steps = list(zip(made, steps, freed))
-        self._last = made[-1]
-        self._returned, self._returns = returned, type(results)
+    def __init__(self, made: Any, launches: Any, places: list[int], results: Any) -> None:
+        self._made, self._launches, self._places = made, launches, places
+        self._returns = type(results)
 
     def __call__(self, memory: list[Any], pointers: list[Any], device: torch.device) -> Any:
         """The results for operands `memory`, whose addresses are `pointers`."""
-        memory += [None] * self._count
-        pointers += [0] * self._count
+        for maker, given in self._made:
+            made = maker(*given)
+            if type(made) is tuple:
+                made, epoch = made
+                memory += made, None
+                pointers += made.data_ptr(), epoch
+            else:
+                memory.append(made)
+                pointers.append(made.data_ptr())
         stream = torch._C._cuda_getCurrentRawStream(device.index) if not INTERPRET else 0
-        for made, step, freed in self._steps:
-            if made:
-                _make(made, memory, pointers)
-            (run, arguments), grid, constants, places, groups, descriptors, results = step
-            args = constants.copy()
+        for (run, arguments), grid, constant, places, descriptors in self._launches:
+            args = constant.copy()
             for at, place, offset, like in places:
                 args[at] = pointers[place] + offset if like is None else _view(memory[place], offset, *like)
             for at, place, kind, fields in descriptors:
                 args[at] = descriptor = object.__new__(kind)
                 descriptor.__dict__.update(fields, base=memory[place])
-            if groups:
-                for at, begin, end, kind in groups:
-                    args[at] = kind(args[begin:end])
-                del args[groups[0][1] :]
-            found = run(*grid, stream, *arguments, *args)
-            if results:
-                for place, x in zip(results, found if type(found) is tuple else (found,)):
-                    memory[place], pointers[place] = x, x.data_ptr()
-            for place in freed:
-                memory[place] = None
-        _make(self._last, memory, pointers)
-        given = [memory[at] if like is None else memory[at].as_strided(*like) for at, like in self._returned]
-        return given[0] if self._returns is Tensor else None if self._returns is NoneType else tuple(given)
-
-
-def _make(made: Sequence[Any], memory: list[Any], pointers: list[Any]) -> None:
-    """Allocates places of memory."""
-    for place, maker, given in made:
-        found = maker(*given)
-        if type(found) is tuple:
-            found, pointers[place + 1] = found
-        memory[place], pointers[place] = found, found.data_ptr()
+            run(*grid, stream, *arguments, *args)
+        if self._returns is Tensor:
+            return memory[self._places[0]]
+        return None if self._returns is NoneType else tuple([memory[place] for place in self._places])
 
 
 class Repeated:
@@ -363,16 +312,14 @@ def alone(x: Tensor) -> Tensor:
     return same.as_strided(x.shape, x.stride())
 
 
-def _by_pytorch(x: int, y: int, z: int, stream: int, function: Any, count: int, names: Any, *args: Any) -> Any:
+def _run_below_autograd(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
     """A step by PyTorch, which takes the place of a launch."""
     with torch._C._AutoDispatchBelowAutograd():
-        return function(*args[:count], **dict(zip(names, args[count:])))
+        function(*args)
 
 
 def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
     """A view of a tensor's memory, for steps that take no addresses."""
-    if not offset and x.dtype is dtype and x.shape == shape and x.stride() == strides:
-        return x
     if x.dtype is dtype:
         return x.as_strided(shape, strides, x.storage_offset() + offset // dtype.itemsize)
     at = (x.storage_offset() * x.element_size() + offset) // dtype.itemsize

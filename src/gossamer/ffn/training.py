@@ -174,7 +174,7 @@ def on_lists(block: Block, sizes: Sizes, with_activity: bool) -> tuple[Tensor, A
     activity = None
     if with_activity:
         fired = found.fired.long()
-        activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
+        activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.rows[1, 0].long())
     return found.out, activity, (found.nnz, found.hot[1:2])
 
 

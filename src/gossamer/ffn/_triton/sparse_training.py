@@ -50,30 +50,31 @@ def sparse_training(call: SparseTraining) -> Trained:
     x, squared = call.x, call.squared
     weights = Weights(*call[1:6], turned(call.down_weight))
     lists, hot = lists_of(x, weights, call.limit, call.room, call.slots, call.hot)
-    out, up_values, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
-    heavy.project(lists.heavy, x, (*weights, call.down_bias), out, squared, (l1, lists.fired))
-    l1 = train_hot.forward(hot, x, weights, out, l1, squared)
-    kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
-    up_values = x.new_empty(0) if up_values is None else up_values
-    return Trained(out, l1 / x.shape[0], lists.nnz, lists.fired, *kept, up_values, hot.listed, hot.values)
+    out, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
+    heavy.project(lists.rows[1], x, (*weights, call.down_bias), out, squared, (l1, lists.fired))
+    train_hot.forward(hot, x, weights, out, l1, squared)
+    mean = torch.empty((), dtype=torch.float32, device=x.device)
+    train_rows.mean(l1, mean)
+    return Trained(out, mean, lists.nnz, lists.fired, lists.values, lists.columns, lists.rows, hot.listed, hot.values)
 
 
 @together
 def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(gradients of x, W_gate, W_up and W_down, sums [2, N])"""
-    grad, penalty, x, *_, values, columns, offsets, unlisted, up_values, listed, hot_values, squared = call
+    grad, penalty, x, *_, values, columns, rows, listed, hot_values, squared = call
+    offsets = rows[0, : x.shape[0] + 1]
     weights = Weights(*call[3:8], turned(call.down_weight))
     n = weights.gate.shape[0]
     share = None if penalty is None else (penalty / x.shape[0]).float()
-    up = None if call.up_weight is None else up_values
-    by_neuron = column_lists(values, up, columns, offsets, n, squared)
+    up = None if call.up_weight is None else values[1]
+    by_neuron = column_lists(values[0], up, columns, offsets, n, squared)
     grad_down, _, dots = weight_gradients(
         by_neuron, (by_neuron.hidden, None), grad, weights.down, product=True, tile=train_columns.DOWN
     )
     assert dots is not None
-    by_row, by_column = hidden_gradients(by_neuron, dots, values, up, share, squared)
+    by_row, by_column = hidden_gradients(by_neuron, dots, values[0], up, share, squared)
     del dots
-    sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
+    sums = torch.empty(2, n, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
     beside = tuning.dependent_launch(x.device)
     pair = by_column[0], None if weights.up is None else by_column[1]
@@ -83,7 +84,7 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
     del by_neuron, by_column, by_row, pair, second
     grads = (grad_down, grad_gate, grad_up)
     train_hot.backward(listed, hot_values, x, weights, grad, share, dx, grads, sums, squared)
-    train_heavy.backward(unlisted, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
+    train_heavy.backward(rows[1], x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
     del weights
     # A gradient that lies otherwise than its weight would be copied, element by element, when it is accumulated.
     grad_down = grad_down.t() if call.down_weight.t().is_contiguous() else turned(grad_down)
