@@ -208,7 +208,7 @@ def steps(content: Content) -> list[list[str]]:
 
 
 def runs(content: Content) -> list[list[str]]:
-    """What a training run costs, and its model."""
+    """The cost of a training run, and the quality of its model."""
     lines = [["run", "validation loss", "entries", "dead neurons", "tokens/ms", "mJ a token", "peak GB"]]
     for name, run in content["runs"].items():
         loss = [record["validation"] for record in run["records"] if "validation" in record][-1]

@@ -86,7 +86,7 @@ class Tree:
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         if not line:
-            raise SystemExit("benchmarks/trees.py: a tree's process ended; what it printed is above.")
+            raise SystemExit("benchmarks/trees.py: a tree's process ended; its output is above.")
         return json.loads(line)
 
     def time(self, case: str) -> Answer:

@@ -92,7 +92,7 @@ def sparse_feed_forward(model: ByteModel, tokens: Tensor, *, seconds: float) -> 
     """The model with its feed-forward computed sparse on tokens `[B, T + 1]`, beside layer by layer.
 
     How many of the likeliest bytes that both go on with are the same, the seconds that one of them takes, and of each
-    block its entries a byte and the way that it goes in the end.
+    block its entries a byte and the path that it takes in the end.
     """
     mlps = [block.mlp for block in model.blocks if isinstance(block, Block)]
     begun = tokens[:GENERATED, : tokens.shape[1] // 2]
@@ -111,7 +111,7 @@ def sparse_feed_forward(model: ByteModel, tokens: Tensor, *, seconds: float) -> 
                 "p99": layer.quantile(0.99),
                 "max": layer.max,
                 "dead": layer.dead,
-                "way": mlp.last_path,
+                "path": mlp.last_path,
             }
             for layer, mlp in zip(found.values(), mlps, strict=True)
         ]
@@ -148,7 +148,7 @@ def dense_forward(sae: JumpReLUSAE, x: Tensor) -> Tensor:
 
 @torch.inference_mode()
 def quality(sae: JumpReLUSAE, x: Tensor) -> dict[str, Any]:
-    """L0, variance explained and the difference between the dense and the sparse way on x `[M, d_in]`."""
+    """L0, variance explained and the difference between the dense and the sparse path on x `[M, d_in]`."""
     rows, acts = sae.encode(x), dense_encode(sae, x)
     sparse, dense = sae.decode(rows), dense_decode(sae, acts)
     return {

@@ -124,7 +124,7 @@ def _sparse_section(sparse: dict[str, Any]) -> str:
             f"{layer['p99']}",
             f"{layer['max']}",
             f"{layer['dead']}",
-            layer["way"],
+            layer["path"],
         )
         for number, layer in enumerate(sparse["layers"], start=1)
     ]
@@ -138,7 +138,7 @@ def _sparse_section(sparse: dict[str, Any]) -> str:
         f"({_ratio(sparse['speed_up'])}).</p>"
         + table(
             f"Of the {sparse['layers'][0]['neurons']:,} neurons of each block, on unseen text",
-            ("", "active, mean", "99%", "most", "never active", "way"),
+            ("", "active, mean", "99%", "most", "never active", "path"),
             rows,
         )
     )

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gossamer import attention
+from gossamer.attention.rotary_gates import rotary_gates
 from tests.neighbours import Case, Results, Scenario
 
 
@@ -142,7 +143,7 @@ def gates(case: Case) -> Scenario:
 
     def call(y: Tensor, cos: Tensor, sin: Tensor) -> Results:
         cos, sin = cos.detach(), sin.detach()
-        return list(attention.rotary_gates(y, cos, sin, h, g, value_gate=value, output_gate=output))
+        return list(rotary_gates(y, cos, sin, h, g, value_gate=value, output_gate=output))
 
     return Scenario(call)
 

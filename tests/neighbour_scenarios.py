@@ -83,8 +83,8 @@ def foreign(case: Case) -> Scenario:
 
 def _activation(case: Case, name: str, threshold: Any, scale: Any, k: int) -> Any:
     return {
-        "relu": lambda: gemm.ReLU(),
-        "relu2": lambda: gemm.ReLU2(),
+        "relu": lambda: "relu",
+        "relu2": lambda: "relu2",
         "jumprelu": lambda: gemm.JumpReLU(threshold),
         "topk": lambda: gemm.TopK(k, scale),
         "batchtopk": lambda: gemm.BatchTopK(k, scale),

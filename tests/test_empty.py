@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from gossamer import attention, blocksparse, ffn, gemm, rowsparse, sae
+from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.sae.encode_dense import encode_dense
@@ -56,9 +57,9 @@ def _encode(draw: Draw, m: int, n: int, d: int) -> Results:
     x, W, threshold = draw(m, d), draw(d, n), draw(n)
     b = torch.full_like(threshold, -100.0) if (m, n, d) == NO_ENTRY else torch.zeros_like(threshold)
     limit = threshold.abs() + 1
-    activations = [gemm.ReLU(), gemm.JumpReLU(limit, 0.5), gemm.JumpReLU(limit, 0.5, ste_to_input=True)]
+    activations = ["relu", gemm.JumpReLU(limit, 0.5), gemm.JumpReLU(limit, 0.5, ste_to_input=True)]
     for activation in activations + ([gemm.TopK(4), gemm.BatchTopK(4)] if n else []):
-        for capacity in (None, 2, "exact") if isinstance(activation, gemm.ReLU | gemm.JumpReLU) else (None,):
+        for capacity in (None, 2, "exact") if isinstance(activation, str | gemm.JumpReLU) else (None,):
             rows = sae.encode(x, W, b, activation, capacity=capacity)
             yield rows.to_dense()
             yield rows.l0
@@ -135,7 +136,7 @@ def _selected(draw: Draw, b: int, t: int, s: int) -> Results:
         yield attention.sparse_attention(q, k, v, selection, indexer=indexer, causal=True)
         yield attention.indexer_loss(q, k, *indexer, selection=selection, causal=True)
         y, angles = draw(b, t, 8 * 12), torch.zeros(t, 8, device=q.device)
-        yield from (made for made in attention.rotary_gates(y, angles, angles, 3, 2) if not b * t and made is not None)
+        yield from (made for made in rotary_gates(y, angles, angles, 3, 2) if not b * t and made is not None)
 
 
 def _blocks(draw: Draw, b: int, rows: int, cols: int) -> Results:

@@ -43,7 +43,7 @@ def drifting(
     """Standard normal numbers, each `share` of its neighbour along `dim` and the rest new."""
     x = torch.randn(shape, device=device, generator=generator) * (1 - share**2) ** 0.5
     reach = 1
-    # What is left behind that many steps is less than a ten-thousandth.
+    # The rest behind that many steps is less than a ten-thousandth.
     while reach < min(shape[dim], 10 / (1 - share)):
         older = torch.zeros_like(x)
         older.narrow(dim, reach, shape[dim] - reach).copy_(x.narrow(dim, 0, shape[dim] - reach))

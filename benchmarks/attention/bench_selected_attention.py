@@ -70,7 +70,7 @@ def _case(T: int, H: int, D: int, k: int, layers: int, dtype: torch.dtype, B: in
         if granularity is not None:
             q_idx, k_idx, w, bias = index
             last = q_idx[:1, :, -ROWS:], k_idx[:1], w[:1, -ROWS:], bias
-            # What the last queries select depends on none before them.
+            # The keys that the last queries select depend on no query before them.
             seen = attention.select_topk(*last, k=k, granularity=granularity, causal=True).to_mask()[0, 0]
         scores = q[0, 0, -ROWS:].double() @ keys[0, 0].double().t() * D**-0.5
         return (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[0, 0].double())[None]

@@ -57,7 +57,7 @@ def scattered(T: int, k: int, batch: int, device: torch.device, generator: torch
         seen = torch.arange(T, device=device) <= rows
         drawn = torch.rand(batch, len(rows), T, device=device, generator=generator)
         words.append(Selection.from_mask(seen & (drawn * (rows + 1) < k)).words)
-    # What a block's queries take if no key is taken twice: nobody may promise less.
+    # The keys of a block's queries if no key is taken twice: nobody may promise less.
     return Selection(torch.cat(words, 2), T)
 
 
@@ -151,7 +151,7 @@ def _trained(forward: Callable[..., Tensor]) -> Callable[..., tuple[Tensor, ...]
 
 
 def dense_name(dtype: torch.dtype) -> str:
-    """What `dense` is called: with cuDNN pinned it says so."""
+    """The name of `dense`: with cuDNN pinned it says so."""
     return "dense SDPA, cuDNN" if dtype.itemsize == 2 and torch.cuda.is_available() else DENSE
 
 

@@ -32,7 +32,7 @@ def inputs(t: int) -> tuple[Tensor, ...]:
 
 
 def ways(given: tuple[Tensor, ...], k: int) -> tune.Calls:
-    """Those that give the same words."""
+    """The variants that give the same words."""
 
     def call() -> Tensor:
         return attention.select_topk(*given, k=k, causal=True).words

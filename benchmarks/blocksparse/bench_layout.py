@@ -35,7 +35,7 @@ def layout_case(heads: int, blocks: int, density: int) -> Case:
         return [(torch.rand(shape, device=device, generator=generator) * 100 < density,) for _ in range(count)]
 
     def plain(mask: Tensor) -> Tensors:
-        """What follows from a mask, by PyTorch's own functions; it waits for the device."""
+        """The lists of a mask, by PyTorch's own functions; it waits for the device."""
         _, rows, cols = mask.shape
         head, row, col = mask.nonzero(as_tuple=True)
         row_offsets = mask.sum(2).flatten().cumsum(0)

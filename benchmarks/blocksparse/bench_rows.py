@@ -1,4 +1,4 @@
-"""What moves or reduces blocks and has no published time: conversions, pieces, joined heads, sums and norms of rows."""
+"""Functions on blocks without a published time: conversions, pieces, joined heads, sums and norms of rows."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def _scatter(n: int, block: int, sparsity: int, dtype: torch.dtype, dim: int, re
     def reference(src: Tensor, index: Tensor, mask: Tensor) -> tuple[Tensor]:
         if reduce == "sum":
             return (dense(src, index, torch.float64),)
-        # What is not stored takes no part, as little as zeros would: they are put behind the last place.
+        # Elements that are not stored take no part: they are put behind the last place.
         shape = list(src.shape)
         shape[dim] += 1
         target = torch.zeros(shape, dtype=torch.float64, device=src.device)

@@ -102,7 +102,7 @@ def softmax_case(n: int, block: int, sparsity: int, dtype: torch.dtype, training
         flops=0,
         sweep=peers.sweep_of(block, sparsity, dtype),
         grad=training,
-        # What comes in is the rounded result, and gradients of a row cancel: 16 bits are rounded twice. Those of long
+        # The input is the rounded result, and gradients of a row cancel: 16 bits are rounded twice. Gradients of long
         # rows are near the smallest numbers of float16.
         budget=({torch.float16: 8}.get(dtype, 2) * BUDGETS[dtype]) if training and dtype.itemsize == 2 else None,
     )

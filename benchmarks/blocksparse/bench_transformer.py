@@ -66,7 +66,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
 
 
 def materialised(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
-    """The same keys as the layout's, by a matrix of scores: what the published transformer is compared with."""
+    """The same keys as the layout's, by a matrix of scores, as in the published comparison."""
     height, width = layout.block_size
     present = layout.to_dense().repeat_interleave(height, 0).repeat_interleave(width, 1)
     scores = q @ k.transpose(2, 3) * q.shape[3] ** -0.5
@@ -96,7 +96,7 @@ def _training(T: int, width: int, layers: int, heads: int, block: int) -> Case:
         return out.detach(), *(found[f"0.attention.{name}_proj.weight"] for name in "qkv")
 
     def reference(model: nn.ModuleList, x: Tensor, layout: Layout, attend: Attend = materialised) -> tuple[Tensor, ...]:
-        # A copy: what graphs have captured stays where it is.
+        # A copy: graphs have captured the model itself.
         wide = deepcopy(model).double()
         # Layers are computed again one by one: the float64 scores of all of them fill a GPU of 80 GB.
         return tuple(y.double() for y in step(wide, x.double(), layout, attend, recomputed=True))

@@ -179,7 +179,7 @@ def measure(results: tune.Results, d: int, block: int, density: float, t: int, t
 def compiled(shape: tuple[int, int]) -> None:
     for calls in inputs(1024, *shape, 0.2).calls().values():
         for call in calls.values():
-            # What does not compile is told where it is checked.
+            # A variant that does not compile is told where it is checked.
             with suppress(Exception):
                 call()
     torch.cuda.synchronize()

@@ -30,7 +30,7 @@ SMALL = [32]
 
 
 def tiles(block: int) -> Iterator[Any]:
-    """What is tried for square blocks: (columns, step along K, warps, stages). Where blocks are found through lists the
+    """Candidates for square blocks: (columns, step along K, warps, stages). Where blocks are found through lists the
     compiler spends every other stage on their indices: 3 and 4 stages are two buffers, 5 are three."""
     for columns in (64, 128, 256):
         for step in sorted({min(step, block) for step in (32, 64)}):

@@ -198,8 +198,8 @@ def measure_ceilings(device: torch.device, quick: bool) -> Ceilings:
     """Best copy bandwidth and square GEMM rates on random data, the two figures that floors are computed from."""
     cuda = device.type == "cuda"
     size, side, repeats = (1 << 30, 8192, 10) if cuda else (1 << 27, 1024, 5)
-    if quick and cuda:
-        size, side, repeats = 1 << 28, 4096, 5
+    if quick:
+        size, side, repeats = (1 << 28, 4096, 5) if cuda else (1 << 24, 256, 5)
 
     def best(function: Callable[..., Any], *arguments: torch.Tensor) -> float:
         return min(burst(lambda _: function(*arguments), 1, device) for _ in range(repeats))

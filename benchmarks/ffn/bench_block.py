@@ -59,8 +59,8 @@ def counts(M: int, nnz: int | str) -> int | list[int]:
 
 
 def stored_by_columns(block: Any) -> Any:
-    """A block of the same parameters but the weight of down, which stands column by column: what gathers its columns
-    needs no copy, in CUDA graphs neither."""
+    """A block of the same parameters but the weight of down, which stands column by column: a path that gathers
+    its columns needs no copy, in CUDA graphs neither."""
     stored = copy.copy(block)
     stored._modules, stored.sparse_block = dict(block._modules), ffn.SparseBlock()
     stored.down_proj = copy.copy(block.down_proj)

@@ -26,7 +26,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 
 
 def _bound(n: int, l0: int) -> float:
-    """What standard normal pre-activations exceed `l0` times in `n`."""
+    """The threshold that standard normal pre-activations exceed `l0` times in `n`."""
     return NormalDist().inv_cdf(1 - l0 / n)
 
 
@@ -45,8 +45,8 @@ def _activated(x: Tensor, weight: Tensor, bias: Tensor, threshold: Tensor | None
     return torch.relu(z) if threshold is None else torch.where(z > threshold, z, 0)
 
 
-def _value(threshold: Tensor | None) -> gemm.ReLU | gemm.JumpReLU:
-    return gemm.ReLU() if threshold is None else gemm.JumpReLU(threshold)
+def _value(threshold: Tensor | None) -> str | gemm.JumpReLU:
+    return "relu" if threshold is None else gemm.JumpReLU(threshold)
 
 
 def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, jump: bool) -> Case:
@@ -102,7 +102,7 @@ def linear_pack(name: str, M: int, K: int, N: int, l0: int, dtype: torch.dtype, 
 
 
 def _forward(B: int, D: int, N: int, l0: int, dtype: torch.dtype) -> Case:
-    """encode and decode: what is compared is the reconstruction."""
+    """encode and decode: the reconstruction is compared."""
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
         W_dec = random_matrix(N, D, dtype, device, generator).mul_(D**-0.5)

@@ -1,4 +1,4 @@
-"""What one call of `gemm.linear_glu` holds in memory, beside eager PyTorch and Liger, and what that is in a KV cache.
+"""The memory of one call of `gemm.linear_glu`, beside eager PyTorch and Liger, and the tokens of a KV cache in it.
 
 Usage: python benchmarks/gemm/memory_linear_glu.py [--quick] [--device cpu] [--out DIR].
 A call's memory is the most that is allocated during it less what was before: its result and what it makes on the way,
@@ -43,15 +43,15 @@ from gossamer.cli.environment import describe, resolve_device
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, ITEM = 512, torch.bfloat16.itemsize
-# What is compared, by the benchmark's names, and how many tensors [tokens, intermediate] each holds at most: gate (for
-# eager PyTorch what it activates), up and their product, of which gossamer makes the last alone.
+# The providers by the benchmark's names, and how many tensors [tokens, intermediate] each holds at most: gate (for
+# eager PyTorch its activation), up and their product, of which gossamer makes the last alone.
 WAYS = {"gossamer": "gossamer", "dense": "eager", "Liger": "Liger"}
 ALIVE = {"gossamer": 1, "eager": 3, "Liger": 3}
 
 
 @dataclass(frozen=True)
 class Model:
-    """What a model's public configuration says of its KV cache and its gated MLPs."""
+    """The public configuration of a model's KV cache and its gated MLPs."""
 
     name: str
     layers: int

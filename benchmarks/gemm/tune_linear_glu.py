@@ -1,7 +1,7 @@
 """Variants of the gated product beside each other, cuBLAS and Liger, for whoever tunes them. Needs a Hopper GPU.
 
 Usage: python -m benchmarks.gemm.tune_linear_glu [small] [sustained] [M,K,N ...]. `small` replays CUDA graphs of few
-calls: what a chunk of a prefill or a step of decoding sees. `sustained` is what training sees. On a CPU it checks the
+calls, as in a chunk of a prefill or a step of decoding. `sustained` times them as in training. On a CPU it checks the
 variants that read through pointers, at a small size, with GOSSAMER_INTERPRET=1.
 """
 
@@ -45,7 +45,7 @@ ROW_TILES = [(256, 1), (512, 1), (1024, 1), (1024, 2), (2048, 1), (2048, 2), (40
 
 
 def variants(m: int) -> dict[str, tuple[tune.Change, ...]]:
-    """What to replace for each variant at m rows."""
+    """The changes of each variant at m rows."""
     found: dict[str, tuple[tune.Change, ...]] = {"as it is": ()}
     for inner, warps in ROW_TILES if m == 1 else ():
         tile = Tile({"BLOCK_K": inner, "VEC": 8}, warps)

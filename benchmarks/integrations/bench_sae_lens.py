@@ -26,7 +26,7 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield _inference("sae_lens_forward", name, 32, *shape)
     shape = (256, 4096, 256) if small else (4096, 65536, 2304)
     half = torch.float32 if device.type == "cpu" else torch.bfloat16
-    for kind in ("topk", "batchtopk", "jumprelu"):
+    for kind in ("topk", "batchtopk", "matryoshka_batchtopk", "jumprelu", "standard", "gated"):
         yield _training(kind, *shape, half)
     yield _training("topk", *shape, half, dead=shape[1] // 10)
     if device.type == "cuda":
@@ -77,7 +77,7 @@ def _inference(name: str, sae_name: str, B: int, F: int, D: int, l0: int) -> Cas
 
 
 def _training(kind: str, B: int, F: int, D: int, dtype: torch.dtype, autocast: bool = False, dead: int = 0) -> Case:
-    k = 64
+    k, selects = 64, kind.endswith("topk")
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Any, ...]]:
         from sae_lens.registry import get_sae_training_class
@@ -85,12 +85,18 @@ def _training(kind: str, B: int, F: int, D: int, dtype: torch.dtype, autocast: b
         from gossamer.integrations.sae_lens import patch
 
         kind_class, config_class = get_sae_training_class(kind)
-        options = {"l0_coefficient": 1e-3} if kind == "jumprelu" else {"k": k}
+        options: dict[str, Any] = {"l1_coefficient": 1e-3}
+        if selects:
+            options = {"k": k, "matryoshka_widths": [F >> 4, F >> 3, F >> 2, F >> 1, F]}
+            options = options if kind == "matryoshka_batchtopk" else {"k": k}
+        elif kind == "jumprelu":
+            options = {"l0_coefficient": 1e-3}
         config = config_class(d_in=D, d_sae=F, device=str(device), dtype=_name(dtype), **options)
         stock = kind_class(config)
         _randomize(stock, generator)
-        if kind == "jumprelu":
-            stock.threshold.data.fill_(_threshold(k / F))
+        if not selects:
+            name, sign = {"jumprelu": ("threshold", 1), "standard": ("b_enc", -1), "gated": ("b_gate", -1)}[kind]
+            getattr(stock, name).data.fill_(sign * _threshold(k / F))
         patched = copy.deepcopy(stock)
         patch(patched)
         x = torch.randn(B, D, device=device, generator=generator).to(dtype)
@@ -104,11 +110,12 @@ def _training(kind: str, B: int, F: int, D: int, dtype: torch.dtype, autocast: b
     def reference(stock: Any, patched: Any, x: Tensor) -> tuple[Tensor]:
         sae = stock.sae
         with torch.no_grad():
-            W_enc, W_dec, b_enc, b_dec = (t.double() for t in (sae.W_enc, sae.W_dec, sae.b_enc, sae.b_dec))
-            pre = (x.double() - b_dec * sae.cfg.apply_b_dec_to_input) @ W_enc + b_enc
-            ranked = pre * W_dec.norm(dim=1) if kind != "jumprelu" else pre
-            if kind == "jumprelu":
-                keep = pre > sae.threshold.double()
+            W_enc, W_dec, b_dec = (t.double() for t in (sae.W_enc, sae.W_dec, sae.b_dec))
+            pre = (x.double() - b_dec * sae.cfg.apply_b_dec_to_input) @ W_enc
+            pre += getattr(sae, "b_enc", pre.new_zeros(()))
+            ranked = pre * W_dec.norm(dim=1)
+            if not selects:
+                keep = pre > (sae.threshold if kind == "jumprelu" else -sae.b_gate if kind == "gated" else 0)
             elif kind == "topk":
                 keep = ranked >= ranked.topk(k, dim=1).values[:, -1:]
             else:
@@ -159,7 +166,7 @@ def _randomize(sae: Any, generator: torch.Generator) -> None:
 
 
 def _threshold(share: float) -> float:
-    """What so large a share of standard normal numbers exceeds."""
+    """The number that so large a share of standard normal numbers exceeds."""
     return torch.special.ndtri(torch.tensor(1 - share, dtype=torch.float64)).item()
 
 

@@ -1,22 +1,26 @@
 """`integrations.transformers.patch` in use: decoding, prefill and single blocks, in bfloat16.
 
-    python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 96] [--sparse gather]
-    python -m benchmarks.integrations.generate --graphs     # CUDA graphs of a block and of a model's step
+    python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 96] [--seconds 8] [--decoding]
+    python -m benchmarks.integrations.generate --graphs [--columns]  # CUDA graphs of a block and of a model's step
     python -m benchmarks.integrations.generate --compile    # generate with a static cache and torch.compile
 
 Models have the sizes of their names, few layers and random weights. A ReLU model gets a bias with which a layer lets
 29 of 5,632 neurons through. Eager calls of the plain and the patched model, and of a copy of the plain one, take turns
-token by token, so that a busy host slows all three; ratios are medians over such turns. With OUT set, medians go to
-OUT/generate.json.
+token by token, so that a busy host slows all three; ratios are medians over such turns. Beside the time until the
+result stands the time that the calling thread has worked, and of a token the calls of Python's and C's functions and
+the launches, which no other work on the host changes. With OUT set, medians go to OUT/generate.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import sys
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -29,6 +33,7 @@ from gossamer.integrations.transformers import patch
 
 CUDA = DEVICE.type == "cuda"
 ACTIVE = 29 / 5632
+Times = tuple[list[float], list[float]]
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2}
 SIZES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama 2048/5632 relu": ("Llama", {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 12}),
@@ -66,23 +71,72 @@ def make(name: str) -> nn.Module:
     return model
 
 
+def by_columns(model: nn.Module) -> None:
+    """The weight of each down projection gets contiguous rows of its transpose: values, shape and name stay."""
+    for name, module in model.named_modules():
+        if name.endswith((".down_proj", ".fc2")):
+            module.weight.data = module.weight.data.t().contiguous().t()
+
+
 def _synchronize() -> None:
     if CUDA:
         torch.cuda.synchronize()
 
 
-def turns(calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, one after the other in each round, after one round that is not counted."""
-    found: dict[str, list[float]] = {name: [] for name in calls}
+def turns(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 8) -> dict[str, Times]:
+    """Of each call the seconds until its result, and those that the calling thread has worked, one call after the other
+    in each round, after one round that is not counted. At least three rounds, and none after `seconds`."""
+    found: dict[str, Times] = {name: ([], []) for name in calls}
+    end = time.perf_counter() + seconds
     for turn in range(rounds + 1):
         for name, call in calls.items():
             _synchronize()
-            begin = time.perf_counter()
+            begin, worked = time.perf_counter(), time.thread_time()
             call()
+            worked = time.thread_time() - worked
             _synchronize()
             if turn:
-                found[name].append(time.perf_counter() - begin)
+                found[name][0].append(time.perf_counter() - begin)
+                found[name][1].append(worked)
+        if turn >= 3 and time.perf_counter() > end:
+            break
     return found
+
+
+def functions(call: Callable[[], Any]) -> tuple[int, int]:
+    """The calls of functions of Python and of C that a call makes."""
+    counts = Counter[str]()
+    sys.setprofile(lambda frame, event, arg: counts.update((event,)))
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+    return counts["call"], counts["c_call"] - 1
+
+
+def launches(call: Callable[[], Any]) -> tuple[int, float]:
+    """The kernels, copies and fills that a call gives to the device, and the milliseconds that these take there."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        _synchronize()
+    events: Any = profile.profiler.kineto_results.events()
+    found = [event for event in events if event.device_type() == torch.autograd.DeviceType.CUDA]
+    found = [event for event in found if not event.name().startswith("gossamer::")]
+    return len(found), sum(event.duration_ns() for event in found) / 1e6
+
+
+def counted(results: Results, label: str, calls: dict[str, Callable[[], Any]]) -> None:
+    """The counts of a token, the least of three."""
+    row: dict[str, float] = {}
+    for name, call in calls.items():
+        made = [functions(call) for _ in range(3)]
+        row[f"{name}, functions of Python"], row[f"{name}, of C"] = map(min, zip(*made))
+        if CUDA:
+            row[f"{name}, launches"], row[f"{name}, ms on the device"] = map(
+                min, zip(*(launches(call) for _ in range(3)))
+            )
+    results.found[label] = row
+    print(f"{label}: {', '.join(f'{name} {value:.4g}' for name, value in row.items())}", flush=True)
 
 
 def steps(model: Any, ids: Tensor) -> Iterator[None]:
@@ -95,33 +149,38 @@ def steps(model: Any, ids: Tensor) -> Iterator[None]:
         yield
 
 
-def generations(models: dict[str, Any], ids: Tensor, tokens: int) -> dict[str, list[float]]:
-    """Seconds of each token of the models, which take turns after every one."""
-    made = {name: steps(model, ids) for name, model in models.items()}
+def decoding(results: Results, name: str, models: dict[str, Any], ids: Tensor, options: Any) -> None:
+    """Tokens of the models, which take turns after every one."""
+    made = {kind: steps(model, ids) for kind, model in models.items()}
+    calls: dict[str, Callable[[], Any]] = {kind: partial(next, made_by) for kind, made_by in made.items()}
     for _ in range(12):  # the prompt, and as many tokens as blocks need to know their density
-        for made_by in made.values():
-            next(made_by)
-    return turns({name: (lambda made_by=made_by: next(made_by)) for name, made_by in made.items()}, tokens)
+        for call in calls.values():
+            call()
+    name = f"{name}, decoding, batch {len(ids)}"
+    report(results, f"{name}, ms a token", turns(calls, options.tokens, options.seconds), 1e-3)
+    counted(results, f"{name}, counts of a token", calls)
 
 
-def report(results: Results, label: str, found: dict[str, list[float]], scale: float) -> None:
+def report(results: Results, label: str, found: dict[str, Times], scale: float) -> None:
     """Medians in units of `scale` seconds, and medians of the ratios to the plain model's call of the same turn."""
-    row = {name: median(times) / scale for name, times in found.items()}
-    for name, times in found.items():
-        if name != "plain":
-            row[f"{name} / plain"] = median(b / a for a, b in zip(found["plain"], times, strict=True))
+    row = {name: median(times) / scale for name, (times, _) in found.items()}
+    row |= {f"{name}, host": median(worked) / scale for name, (_, worked) in found.items()}
+    for what, of in (("", 0), (", host", 1)):
+        for name, both in found.items():
+            if name != "plain":
+                pairs = zip(found["plain"][of], both[of], strict=True)
+                row[f"{name} / plain{what}"] = median(b / a for a, b in pairs)
     results.found[label] = row
     print(f"{label}: {', '.join(f'{name} {value:.4g}' for name, value in row.items())}", flush=True)
 
 
-def eager(results: Results, name: str, models: dict[str, Any], batches: list[int], tokens: int) -> None:
-    for batch in batches:
-        ids = torch.randint(2, 32000, (batch, 8), device=DEVICE)
-        report(results, f"{name}, decoding, batch {batch}, ms a token", generations(models, ids, tokens), 1e-3)
+def eager(results: Results, name: str, models: dict[str, Any], options: Any) -> None:
+    for batch in options.batch or [1, 8]:
+        decoding(results, name, models, torch.randint(2, 32000, (batch, 8), device=DEVICE), options)
+    if name.startswith("opt") or options.decoding:
+        return
     ids = torch.randint(2, 32000, (8, 2048) if CUDA else (2, 32), device=DEVICE)
     calls = {kind: (lambda model=model: model(ids, logits_to_keep=1)) for kind, model in models.items()}
-    if name.startswith("opt"):
-        return
     for _ in range(6 if CUDA else 1):
         models["patched"](ids, logits_to_keep=1)
     report(results, f"{name}, prefill {list(ids.shape)}, ms", turns(calls, 9 if CUDA else 1), 1e-3)
@@ -197,18 +256,24 @@ def main() -> None:
     parser.add_argument("--model", action="append", choices=SIZES, help="repeatable; all by default")
     parser.add_argument("--batch", action="append", type=int, help="repeatable; 1 and 8 by default, and with graphs 16")
     parser.add_argument("--tokens", type=int, default=96, help="tokens that each model decodes")
+    parser.add_argument("--seconds", type=float, default=8, help="no further turns of a measurement after so many")
+    parser.add_argument("--decoding", action="store_true", help="no prefill and no single blocks")
     parser.add_argument("--layers", type=int, help="another number than the model's")
     parser.add_argument("--sparse", default="auto", help="the path of ReLU blocks")
+    parser.add_argument("--columns", action="store_true", help="W_down of patched ReLU blocks lies by columns")
     parser.add_argument("--graphs", action="store_true", help="a block and a step of a model as CUDA graphs")
     parser.add_argument("--compile", action="store_true", help="generate with a static cache, compiled")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    results, tokens = Results(__file__), options.tokens if CUDA else 12
+    results = Results(__file__)
+    options.tokens = options.tokens if CUDA else 12
     for name in options.model or SIZES:
         if options.layers:
             SIZES[name][1]["num_hidden_layers"] = options.layers
         plain = make(name)
         patched, copied = copy.deepcopy(plain), copy.deepcopy(plain)
+        if options.columns and name.endswith("relu"):
+            by_columns(patched)
         print(f"\n== {name}\n{patch(patched, sparse=options.sparse if name.endswith('relu') else False)}", flush=True)
         models = {"plain": plain, "patched": patched, "copy": copied}
         if options.graphs or options.compile:
@@ -217,9 +282,9 @@ def main() -> None:
             if options.graphs:
                 graphs(results, name, models, options.batch or [1, 4, 16])
             elif options.compile:
-                compiled(results, name, models, options.batch or [1], tokens)
+                compiled(results, name, models, options.batch or [1], options.tokens)
             else:
-                eager(results, name, models, options.batch or [1, 8], tokens)
+                eager(results, name, models, options)
         blocks = [module.__dict__.get("sparse_block") for module in patched.modules()]
         print(f"  last paths {sorted({block.last_path for block in blocks if block is not None})}", flush=True)
         models.clear()

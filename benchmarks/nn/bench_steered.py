@@ -65,7 +65,7 @@ def steered(B: int, D: int, F: int, target: int, spread: float, dtype: torch.dty
 
     def step(model: Any, x: Tensor, parameters: list[Tensor], start: Tensor | None) -> tuple[Tensor, ...]:
         if start is not None:
-            # Each call is the first after the warm-up: what the parameters do not follow would run away.
+            # Each call is the first after the warm-up: steering that the parameters do not follow would run away.
             model.steering.copy_(start)
         return torch.autograd.grad(model.loss(x).loss, parameters)
 

@@ -1,7 +1,7 @@
-"""Autoencoders trained with their defaults on rows that are sums of few atoms of a known dictionary: what they find.
+"""Autoencoders trained with their defaults on rows that are sums of few known atoms: the share of atoms that they find.
 
 Usage: python benchmarks/nn/recover_dictionary.py [--kinds jumprelu ...] [--settings "96 atoms" ...] [--seeds 3]
-[--rates 1e-3 ...] --out FILE.json. What the file has already is kept, and not trained again.
+[--rates 1e-3 ...] --out FILE.json. Runs that the file has already are kept, and not trained again.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TopK and JumpReLU with their defaults on the residual stream of the demo's byte model: what they explain at one L0.
+"""TopK and JumpReLU with their defaults on the residual stream of the demo's byte model, by variance explained.
 
 Usage: python benchmarks/nn/residual_stream.py [--seconds-model 60] [--d-sae 1024] [--steps 600] [--l0 10 20 40]
 --out FILE.json [--plot FILE.png]. Trains the demo's model once, then each autoencoder with Adam on the same

@@ -70,7 +70,7 @@ class PlainGatedSparseAttention(GatedSparseAttention):
 
     @torch.no_grad()
     def scores(self, q: Tensor, k: Tensor, w: Tensor) -> Tensor:
-        """What the indexer makes of each query and key, `[B, T, T]`, -inf where a key stands behind the query."""
+        """The indexer's scores of each query and key, `[B, T, T]`, -inf where a key stands behind the query."""
         z = q @ k[:, None].transpose(2, 3) * self.indexer.head_dim**-0.5
         z = (z + self.indexer.idx_bias[:, None, None]).sigmoid() * w.sigmoid().transpose(1, 2)[..., None]
         seen = torch.ones(z.shape[2:], dtype=torch.bool, device=z.device).tril()

@@ -1,4 +1,4 @@
-"""What plain PyTorch offers for `acts @ W` with few nonzeros per row of `acts` [B, F], `W` [F, D]."""
+"""The ways of plain PyTorch to compute `acts @ W` with few nonzeros per row of `acts` [B, F], `W` [F, D]."""
 
 from __future__ import annotations
 

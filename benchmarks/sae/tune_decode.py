@@ -104,7 +104,7 @@ def dense(results: tune.Results) -> None:
 
 
 class Backward:
-    """What a backward pass of `sae.decode` reads."""
+    """The operands of a backward pass of `sae.decode`."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         m, n, d, l0 = MANY

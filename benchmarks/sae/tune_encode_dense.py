@@ -48,7 +48,7 @@ def tiles(results: tune.Results) -> None:
                 calls[f"{rows} x {columns}, {stages} stages, {warps} warps, {programs} programs"] = tune.under(
                     call, (encode_dense, name, tile), (encode_dense, "PROGRAMS", programs)
                 )
-        # Gradients are computed in place: what a call finds another has changed, and only l0 and its like compare.
+        # Gradients are computed in place: each call changes the inputs of the next, and only l0 and its like compare.
         calls = tune.sound(calls, want) if name == "FORWARD" else calls
         results.add(name, tune.replayed(calls), best=12, against="as shipped")
 

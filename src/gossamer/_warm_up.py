@@ -19,7 +19,7 @@ from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS
 from gossamer.rowsparse import DensityTracker
 
-_WAYS = tuple((path, counts) for path in METHODS[1:] for counts in (False, True))
+_PATHS = tuple((path, counts) for path in METHODS[1:] for counts in (False, True))
 """The paths of a block, in a call that counts its entries and in one that does not."""
 
 
@@ -27,9 +27,9 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
     """Compiles the kernels of all paths that `target(*inputs, **options)` may take, so that no later call waits.
 
     A block or an autoencoder chooses its path by earlier calls, and so meets other kernels when its mind changes. Each
-    path is called here once, side by side, in inference and, where a parameter or an input needs a gradient, forward
-    and backward too. The calls run on copies that share the parameters: gradients, statistics and trackers stay as they
-    are. Compiled kernels stay in Triton's cache on disk for later processes.
+    path is called here, side by side and then again in this thread, in inference and, where a parameter or an input
+    needs a gradient, forward and backward too. The calls run on copies that share the parameters: gradients, statistics
+    and trackers stay as they are. Compiled kernels stay in Triton's cache on disk for later processes.
 
     Args:
         target: a module, patched or of `nn`; a method of one, as `model.loss`; or a function.
@@ -64,10 +64,13 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
 
     with ThreadPoolExecutor(len(calls), "gossamer-warm-up") as threads:
         list(threads.map(call, calls))
+    # cuDNN's plans of attention, for instance, belong to a thread.
+    for one in calls:
+        call(one)
 
 
-def _pin(block: SparseBlock, way: tuple[str, bool]) -> None:
-    path, counts = way
+def _pin(block: SparseBlock, choice: tuple[str, bool]) -> None:
+    path, counts = choice
     if counts:
         block.density.rows.pinned = path
     else:
@@ -79,7 +82,7 @@ def _choices(module: nn.Module) -> Iterator[tuple[tuple[Any, ...], Callable[[Any
     for value in chain.from_iterable(vars(part).values() for part in module.modules()):
         if isinstance(value, SparseBlock):
             if value.method == "auto":
-                yield _WAYS, partial(_pin, value)
+                yield _PATHS, partial(_pin, value)
         else:
             tracker = value if isinstance(value, DensityTracker) else getattr(value, "density", None)
             if isinstance(tracker, DensityTracker) and tracker.pinned is None:

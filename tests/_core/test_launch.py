@@ -1,5 +1,7 @@
 """Kernel launches: which of them share what is compiled, and what is kept of them."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -138,6 +140,43 @@ def test_what_else_decides_a_kernel(one_device: None) -> None:
         counted((1, 1, 1), (ONES, ONES, ONES, ONES, epoch), meta, **options)
         slow += new
         assert jitted.slow == slow, (meta, options, epoch)
+
+
+class _Launcher:
+    """Stands for Triton's launcher of a kernel, in the form that a version or a backend has."""
+
+    def __init__(self, form: str) -> None:
+        self.form, self.launched = form, []
+        self.global_scratch_size, self.profile_scratch_size = 64 * (form == "scratch"), 0
+        self.launch = lambda *args: self.launched.append(args)
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, packed: object, *args: object) -> None:
+        if self.form == "joined":
+            self.launch(x, y, z, stream, function, True, packed, args[:3], "signature", args[3:])
+        elif self.form == "another order":
+            self.launch(True, x, y, z, stream, function, packed, *args)
+        else:
+            self.launch(x, y, z, stream, function, True, None, packed, *args)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("form", ["flat", "joined", "another order", "scratch", "installed"])
+def test_the_function_in_c_gets_what_the_launcher_gives_it(form: str, one_device: None) -> None:
+    """A launch runs none of the launcher's Python, unless memory is to be allocated for it or the order is unknown."""
+    launcher: Any = _Launcher(form)
+    if form == "installed":
+        own = launcher
+        launcher = object.__new__(pytest.importorskip("triton.backends.nvidia.driver").CudaLauncher)
+        names = ("launch_cooperative_grid", "launch_pdl", "arg_annotations", "kernel_signature")
+        vars(launcher).update(vars(own), num_ctas=1, **{name: name for name in names})
+        vars(launcher).update(global_scratch_align=1, profile_scratch_align=1)
+    given = 11, "packed", None, None, None
+    launcher(1, 2, 3, 7, *given, 5, 6)
+    run, arguments = launch._direct(launcher, given)
+    run(1, 2, 3, 7, *arguments, 5, 6)
+    launched = own.launched if form == "installed" else launcher.launched
+    assert len(launched) == 2 and launched[0] == launched[1]
+    assert (run is launcher) == (form in ("another order", "scratch"))
 
 
 @pytest.mark.skipif(INTERPRET, reason="nothing is compiled")

@@ -7,10 +7,10 @@ from gossamer.attention import (
     Selection,
     indexer_loss,
     indexer_scores,
-    rotary_gates,
     select_topk,
     sparse_attention,
 )
+from gossamer.attention.rotary_gates import rotary_gates
 
 
 def calls(device: torch.device) -> None:

@@ -10,9 +10,9 @@ from gossamer.attention import (
     Selection,
     indexer_loss,
     indexer_scores,
-    rotary_gates,
     sparse_attention,
 )
+from gossamer.attention.rotary_gates import rotary_gates
 from tests.attention.graphs import check_replays
 
 pytestmark = pytest.mark.gpu

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.attention import rotary_gates
+from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.testing import assert_close
 
 

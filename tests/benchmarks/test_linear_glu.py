@@ -1,9 +1,6 @@
 """The scripts that measure the error and the memory of `gemm.linear_glu` notice what they are there for."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -64,27 +61,6 @@ def test_memory_on_the_cpu_is_labelled_as_computed(tmp_path: Path, capsys: pytes
     assert "not measured" in content["settings"]["bytes"] and "not measured" in capsys.readouterr().out
     assert [len(content[part]) for part in ("calls", "kv_cache")] == [len(memory.TOY_TOKENS), len(memory.MODELS)]
     assert len(list(tmp_path.glob("*-toy.png"))) == 1
-
-
-IN_PLACE = """
-import torch
-from benchmarks.peers.swiglu_in_place import swiglu_
-
-device = "cuda" if torch.cuda.is_available() else "cpu"
-both = torch.randn(3, 2 * 1100, device=device)
-want = torch.nn.functional.silu(both[:, :1100]) * both[:, 1100:]
-out = swiglu_(both)
-assert out.data_ptr() == both[:, 1100:].data_ptr()
-torch.testing.assert_close(out, want)
-"""
-
-
-def test_the_peer_writes_in_place() -> None:
-    """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is decorated."""
-    interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
-    environment = {**os.environ, **interpret, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", IN_PLACE], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
 
 
 def test_the_figure_has_every_size(tmp_path: Path) -> None:

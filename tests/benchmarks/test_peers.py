@@ -15,10 +15,11 @@ ROOT = Path(__file__).parents[2]
 KERNEL_PEERS = """
 import torch
 from benchmarks.peers import jumprelu_sae_kernels as peers
+from benchmarks.peers.swiglu_in_place import swiglu_
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 torch.manual_seed(0)
-for B, F, D, l0 in [(1, 5, 3, 2), (3, 1025, 40, 8), (4, 2500, 300, 33), (2, 64, 16, 0)]:
+for B, F, D, l0 in [(1, 5, 3, 2), (3, 1025, 40, 8), (2, 1100, 136, 33), (2, 64, 16, 0)]:
     acts = torch.zeros(B, F, device=device)
     for row in acts:
         row[torch.randperm(F)[:l0]] = torch.randn(l0, device=device)
@@ -35,20 +36,26 @@ for B, F, D, l0 in [(1, 5, 3, 2), (3, 1025, 40, 8), (4, 2500, 300, 33), (2, 64, 
             assert out.dtype == torch.float32, name
             torch.testing.assert_close(out.double(), want, rtol=1e-4, atol=1e-4, msg=lambda m: f"{name} {B, F}: {m}")
 
-acts = torch.ones(2, 3000, device=device)
-W_dec = torch.ones(3000, 8, device=device)
+acts = torch.ones(2, 1300, device=device)
+W_dec = torch.ones(1300, 8, device=device)
 assert peers.decode_fixed(acts, W_dec, max_l0=7, validate=False).unique().tolist() == [7.0]
 try:
     peers.decode_fixed(acts, W_dec, max_l0=7)
 except ValueError as error:
-    assert "3000" in str(error) and "got 7" in str(error), error
+    assert "1300" in str(error) and "got 7" in str(error), error
 else:
     raise AssertionError("an overflow was not reported")
+
+both = torch.randn(3, 2 * 1100, device=device)
+want = torch.nn.functional.silu(both[:, :1100]) * both[:, 1100:]
+out = swiglu_(both)
+assert out.data_ptr() == both[:, 1100:].data_ptr()
+torch.testing.assert_close(out, want)
 print("peers agree with dense")
 """
 
 
-def test_jumprelu_sae_kernels_agree_with_dense() -> None:
+def test_kernels_of_peers_agree_with_dense() -> None:
     """In a process of its own: Triton reads TRITON_INTERPRET when a kernel is decorated."""
     interpret = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1"}
     done = subprocess.run(

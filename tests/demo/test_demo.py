@@ -101,9 +101,9 @@ def test_dense_and_sparse_agree(results: dict) -> None:
     assert [o["operation"] for o in case["operations"]] == ["decode", "decode, packed", "forward"]
     for operation in case["operations"]:
         assert operation["largest_difference"] < 1e-4
-        for way in ("dense", "sparse"):
-            assert 0 < operation[way]["p20_seconds"] <= operation[way]["median_seconds"]
-            assert operation[way]["peak_bytes"] is None
+        for path in ("dense", "sparse"):
+            assert 0 < operation[path]["p20_seconds"] <= operation[path]["median_seconds"]
+            assert operation[path]["peak_bytes"] is None
         ratio = operation["dense"]["median_seconds"] / operation["sparse"]["median_seconds"]
         assert operation["speed_up"] == pytest.approx(ratio)
 
@@ -130,11 +130,11 @@ def test_the_sparse_feed_forward_keeps_the_model(results: dict) -> None:
         assert layer["neurons"] == 64 and layer["mean"] == pytest.approx(64 * share, rel=1e-4)
         assert layer["mean"] <= layer["p99"] + 1 and layer["p99"] <= layer["max"] <= 64
         assert 0 <= layer["dead"] < 64
-        assert layer["way"] in ("gather", "fused", "dense")
+        assert layer["path"] in ("gather", "fused", "dense")
     assert "goes on with 256 of the 256 bytes that it goes on with layer by layer" in results["html"]
 
 
-def test_the_sparse_way_is_not_kept() -> None:
+def test_the_sparse_path_is_not_kept() -> None:
     torch.manual_seed(0)
     model, tokens = ByteModel(SMALL), torch.randint(256, (4, 33))
     measure.sparse_feed_forward(model, tokens, seconds=0.01)
@@ -357,12 +357,11 @@ def test_it_starts_afresh_and_leaves_what_it_cannot_finish(
     go(0)
     (tmp_path / "latents" / "index.html").touch()  # as `gossamer sae report` leaves it
     first = contents()
-    for part in ("extract", "report.render"):
-        with monkeypatch.context() as patch:
-            patch.setattr(f"demo.run.{part}", interrupt)
-            with pytest.raises(KeyboardInterrupt, match="nothing was written"):
-                go(1)
-        assert contents() == first
+    with monkeypatch.context() as patch:
+        patch.setattr("demo.run.report.render", interrupt)  # the last step
+        with pytest.raises(KeyboardInterrupt, match="nothing was written"):
+            go(1)
+    assert contents() == first
     go(1)
     second = contents()
     assert second.keys() == first.keys() - {"latents/index.html"}

@@ -197,6 +197,27 @@ def case_sharded_and_saved(rank: int, world: int, device: torch.device) -> None:
             assert_same(nn.load_sae(Path(folder) / "one").state_dict(), one.state_dict(), kind)
 
 
+def case_shard_cross_layer(rank: int, world: int, device: torch.device) -> None:
+    """Slices of each layer's latents give the loss of the whole, and the slices of its gradients."""
+    x = batches(2 * ROWS, device)[0].view(ROWS, 2, D_IN)
+    y = x[..., :D_OUT].square()
+    for kind in (nn.Transcoder, nn.BatchTopKTranscoder):
+        torch.manual_seed(0)
+        whole = nn.CrossLayerTranscoder(kind(D_IN, size * D_OUT, D_SAE, 4, dtype=x.dtype) for size in (2, 1)).to(device)
+        for layer in whole.layers:
+            torch.nn.init.normal_(layer.W_dec, std=0.3)
+        model = nn.CrossLayerTranscoder(nn.shard_sae(layer) for layer in whole.layers)
+        got, want = model.loss(x, y), whole.loss(x, y)
+        torch.testing.assert_close(got.loss, want.loss)
+        got.loss.backward()
+        want.loss.backward()
+        for part, layer in zip(model.layers, whole.layers):
+            held = slice(part.latents.start, part.latents.stop)
+            torch.testing.assert_close(part.W_dec.grad, layer.W_dec.grad[held])
+            torch.testing.assert_close(part.W_enc.grad, layer.W_enc.grad[:, held])
+        torch.testing.assert_close(model.layers[0].b_dec.grad, whole.layers[0].b_dec.grad)
+
+
 def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
     with pytest.raises(TypeError, match=r"nn\.shard_sae: model must be a TopKSAE, .* got Linear"):
         nn.shard_sae(torch.nn.Linear(2, 2))  # type: ignore[type-var]

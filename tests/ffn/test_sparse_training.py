@@ -1,5 +1,7 @@
 """A sparse block under gradients, on lists of its active entries."""
 
+from typing import Any
+
 import hypothesis
 import pytest
 import torch
@@ -190,6 +192,31 @@ def test_captured(device: torch.device, generator: torch.Generator) -> None:
         graph.replay()
         for got, want in zip(out, step(), strict=True):
             assert torch.equal(got, want)
+
+
+@pytest.mark.gpu
+def test_a_forward_pass_compiles_for_both(
+    device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Kernels of the backward pass are compiled beside those of the forward pass, with a penalty and without."""
+    from gossamer._core.launch import Kernel
+
+    compiled, original = [], Kernel._keep
+
+    def keep(kernel: Kernel, *args: Any) -> Any:
+        compiled.append(kernel)
+        return original(kernel, *args)
+
+    monkeypatch.setattr(Kernel, "_keep", keep)
+    # No other test has this dtype with these sizes.
+    a, grad = drawn((256, 48, 464, 80), torch.float16, device, generator, 2.0)
+    ours = leaves(a)
+    first, (second, activity) = block(ours), block(ours, with_activity=True)
+    assert compiled
+    compiled.clear()
+    gradients(ours, first, grad)
+    gradients(ours, second + activity.l1, grad)
+    assert not compiled
 
 
 @pytest.mark.gpu

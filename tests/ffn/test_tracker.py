@@ -1,4 +1,4 @@
-"""What a block knows of its sparsity, and which way it goes by that: eager, captured, compiled."""
+"""What a block knows of its sparsity, and which path it takes by that: eager, captured, compiled."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from gossamer.rowsparse import Density
 from tests.ffn.dense import METHODS, call, check, operands
 
 
-def way(known: Density | None, eager: bool) -> str:
+def chosen(known: Density | None, eager: bool) -> str:
     if known is None:
         return "fused"
     return "dense" if eager else "gather"
@@ -21,31 +21,31 @@ def way(known: Density | None, eager: bool) -> str:
 
 def seen(tracker: ffn.BlockTracker, counts: Tensor, limit: int = 10, calls: int = 2) -> None:
     for _ in range(calls):
-        tracker.path(way)
+        tracker.path(chosen)
         tracker.record(counts, limit)
-    tracker.path(way)
+    tracker.path(chosen)
 
 
 def test_a_graph_and_a_compiled_region_go_by_the_device_alone(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not by the way last taken, which a slow host may have decided; and nothing is counted."""
+    """Not by the path last taken, which a slow host may have decided; and nothing is counted."""
     for module, name in ((checks, "capturing"), (torch.compiler, "is_compiling")):
         tracker = ffn.BlockTracker(lag=1)
         with monkeypatch.context() as patched:
             patched.setattr(module, name, lambda: True)
-            assert tracker.path(way) == "fused"
+            assert tracker.path(chosen) == "fused"
         seen(tracker, torch.full((3,), 7, dtype=torch.int32, device=device))
         assert tracker.last_path == "dense"
         with monkeypatch.context() as patched:
             patched.setattr(module, name, lambda: True)
-            assert tracker.path(way) == tracker.last_path == "gather"
-        assert tracker.path(way) == "dense"
+            assert tracker.path(chosen) == tracker.last_path == "gather"
+        assert tracker.path(chosen) == "dense"
         tracker.rows.pinned = "gather"
         for taken in (True, False):
             with monkeypatch.context() as patched:
                 patched.setattr(module, name, lambda taken=taken: taken)
-                assert tracker.path(way) == "gather"
+                assert tracker.path(chosen) == "gather"
 
 
 def test_how_often_is_looked() -> None:
@@ -55,13 +55,13 @@ def test_how_often_is_looked() -> None:
     assert [tracker.due(4) for _ in range(8)] == [False, True, False, False, False, True, False, False]
 
 
-def test_a_way_is_chosen_once_for_what_is_known() -> None:
+def test_a_path_is_chosen_once_for_what_is_known() -> None:
     """Of each number of rows; where nothing was recorded nothing is read."""
     tracker, asked = ffn.BlockTracker(lag=1), []
 
     def choose(known: Density | None, eager: bool) -> str:
         asked.append((known, eager))
-        return way(known, eager)
+        return chosen(known, eager)
 
     for key in (1, 1, 2, 1):
         assert tracker.path(choose, due=False, key=key) == "fused"

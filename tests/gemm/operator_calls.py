@@ -18,6 +18,7 @@ def calls(device: torch.device) -> None:
         out = gemm.linear_glu(x, gate, None if stacked else up, recompute=recompute, **biases)
         out.sum().backward()
     gemm.linear_glu(x.detach(), gate.detach(), activation="gelu")
+    gemm.linear_glu(x.detach(), gate.detach(), out=torch.empty(3, 4, device=device))
     gemm.gated_mlp(x, gate, up, torch.randn(D, 8, device=device)).sum().backward()
     x, weight, W, b = (torch.randn(s, device=device).requires_grad_() for s in ((3, D), (N, D), (N, D), (N,)))
     jump = {"activation": gemm.JumpReLU(torch.rand(N, device=device))}

@@ -69,6 +69,22 @@ def test_gradients(
             assert_close(tensor, reference64=wanted[name], plain=usual[name], name=name)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_function_as_activation(
+    recompute: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> None:
+    """The function is called with the gate, once more with `recompute` in a backward pass."""
+    leaves = leaves_of(20, 16, 24, generator, dtype)
+    grad = torch.randn(20, 16, device=device, generator=generator).to(dtype)
+    calls = []
+    activation = lambda gate: calls.append(gate.shape) or F.silu(gate)  # noqa: E731
+    got = run(lambda a: gemm.gated_mlp(**a, activation=activation, recompute=recompute), leaves, grad)
+    assert calls == [(20, 24)] * (2 if recompute else 1)
+    usual, wanted = (run(lambda a: plain("silu", a), a, grad) for a in (leaves, doubled(leaves)))
+    for name, tensor in got.items():
+        assert_close(tensor, reference64=wanted[name], plain=usual[name], name=name)
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("activation", GATES)
 def test_gradcheck(activation: str) -> None:

@@ -327,6 +327,81 @@ def test_names_of_hugging_face(alias: str, name: str, device: torch.device, gene
     assert torch.equal(gemm.linear_glu(**leaves, activation=alias), gemm.linear_glu(**leaves, activation=name))
 
 
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """The gate of gpt-oss, as its model code has it, with limits that these numbers reach."""
+    gate, up = gate.clamp(min=None, max=1.0), up.clamp(min=-1.0, max=1.0)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+
+
+def times(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    return lambda gate, up: function(gate) * up
+
+
+FUNCTIONS = [
+    (torch.tanh, times(torch.tanh)),
+    (torch.nn.SiLU(), times(torch.nn.functional.silu)),
+    (gemm.ClampedSwiGLU(limit=1.0), clamped),
+]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("activation, gate", FUNCTIONS, ids=["tanh", "SiLU", "clamped"])
+def test_a_function_as_activation(
+    activation: Any,
+    gate: Callable[[Tensor, Tensor], Tensor],
+    stacked: bool,
+    recompute: bool,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+) -> None:
+    leaves = leaves_of(40, 24, 16, generator, dtype, stacked=stacked)
+
+    def usual(a: Leaves) -> Tensor:
+        weights = a["gate_weight"].chunk(2, 0) if stacked else (a["gate_weight"], a["up_weight"])
+        biases = (a["gate_bias"], a["up_bias"])
+        return gate(*(torch.nn.functional.linear(a["x"], w, b) for w, b in zip(weights, biases)))
+
+    grad = torch.randn(40, 24, device=device, generator=generator).to(dtype)
+    ours = lambda a: gemm.linear_glu(**a, activation=activation, recompute=recompute)  # noqa: E731
+    runs = [gradients(f, a, grad) for f, a in ((ours, leaves), (usual, doubled(leaves)), (usual, leaves))]
+    assert runs[0][0].dtype is dtype and runs[0][1].keys() == leaves.keys()
+    results = [{"out": out, **grads} for out, grads in runs]
+    for name, got in results[0].items():
+        assert_close(got, reference64=results[1][name], plain=results[2][name], name=name)
+
+
+def test_a_function_under_autocast(device: torch.device, generator: torch.Generator) -> None:
+    """The result has the dtype of autocast, also if the function's has not."""
+    leaves = leaves_of(9, 8, 7, generator, torch.float32)
+    with torch.autocast(device.type, torch.bfloat16):
+        out = gemm.linear_glu(**leaves, activation=lambda gate: torch.exp(gate.float()))
+    assert out.dtype is torch.bfloat16
+
+
+@pytest.mark.parametrize("m", [0, 1, 9, 300])
+@pytest.mark.parametrize("stacked", [False, True])
+def test_out(m: int, stacked: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
+    """The same bits as without `out`, at its place, call after call."""
+    leaves = leaves_of(m, 72, 48, generator, dtype, stacked=stacked)
+    leaves["x"] = leaves["x"].view(m, 1, 48)
+    memory = torch.full((m + 2, 1, 72), 7.0, dtype=dtype, device=device)
+    out = memory[1:-1]
+    wanted = gemm.linear_glu(**leaves)
+    for _ in range(4):
+        out.fill_(float("nan"))
+        assert gemm.linear_glu(**leaves, out=out) is out
+        assert torch.equal(out, wanted) and (memory[0] == 7).all() and (memory[-1] == 7).all()
+
+
+@pytest.mark.native
+def test_out_compiled(device: torch.device, generator: torch.Generator, compiled: Any) -> None:
+    leaves, out = leaves_of(9, 8, 7, generator, torch.float32), torch.empty(9, 8, device=device)
+    compiled(lambda a, o: gemm.linear_glu(**a, out=o))(leaves, out)
+    torch.testing.assert_close(out, gemm.linear_glu(**leaves))
+
+
 @pytest.mark.native
 def test_compile(device: torch.device, generator: torch.Generator, compiled: Any) -> None:
     leaves = {name: leaf.requires_grad_() for name, leaf in leaves_of(9, 8, 7, generator, torch.float32).items()}
@@ -386,7 +461,17 @@ OK = {"x": X4, "gate_weight": W64, "up_weight": W64}
         ({"up_bias": torch.ones(6, device="meta")}, ValueError, r"up_bias must be on cpu like x, got meta"),
         ({"up_weight": W64.half()}, TypeError, r"x and up_weight must have one dtype, got float32 and float16"),
         ({"activation": "tanh"}, ValueError, r"activation must be one of silu, gelu, .* got 'tanh'"),
-        ({"activation": None}, ValueError, r"activation must be one of"),
+        ({"activation": None}, ValueError, r"activation must be one of .*, or a function, got None"),
+        (
+            {"out": torch.ones(2, 5)},
+            ValueError,
+            r"out must have shape \[..., N\] = \[2, 6\] like x and the weights, got",
+        ),
+        ({"out": torch.ones(6, 2).t()}, ValueError, r"out must be contiguous, got strides \[1, 2\]"),
+        ({"out": torch.ones(2, 6).half()}, TypeError, r"x and out must have one dtype"),
+        ({"out": W64.view(-1)[:12].view(2, 6)}, ValueError, r"out must have memory of its own"),
+        ({"out": torch.ones(2, 6).requires_grad_()}, NotImplementedError, r"linear_glu: out has no gradient"),
+        ({"out": torch.ones(2, 6), "activation": torch.tanh}, ValueError, r"out must be None with a function"),
         ({"activation": ["silu"]}, ValueError, r"activation must be one of .* got \['silu'\]"),
         ({"x": X4.to_sparse()}, TypeError, r"x must be a strided tensor, got layout sparse_coo"),
     ],

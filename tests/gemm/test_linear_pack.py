@@ -29,8 +29,8 @@ def activated(x: Tensor, weight: Tensor, bias: Tensor | None = None, threshold: 
     return torch.where(z <= (0 if threshold is None else threshold.clamp(min=0)), 0, z)
 
 
-def value(threshold: Tensor | None) -> gemm.ReLU | gemm.JumpReLU:
-    return gemm.ReLU() if threshold is None else gemm.JumpReLU(threshold)
+def value(threshold: Tensor | None) -> str | gemm.JumpReLU:
+    return "relu" if threshold is None else gemm.JumpReLU(threshold)
 
 
 def doubled(*operands: Tensor | None) -> list[Tensor | None]:

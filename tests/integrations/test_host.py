@@ -81,8 +81,7 @@ def test_a_repeated_call_reads_the_block_as_it_is(k: int, n: int, sparse: bool, 
             for _ in range(41):
                 same(torch.randn(shape, device=device, dtype=torch.bfloat16))
         x = torch.randn(1, 1, k, device=device, dtype=torch.bfloat16)
-        # Triton's launchers have functions of their own.
-        assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 45
+        assert functions(lambda: patched(x)) <= functions(lambda: plain(x))
         assert not sparse or patched.sparse_block.last_path == "gather"
         for own, other in zip(plain.parameters(), patched.parameters()):
             own.data = own.data.flip(0)

@@ -1,4 +1,4 @@
-"""Patched autoencoders of SAELens whose latents are so many that dense products are faster: which way passes go."""
+"""Patched autoencoders of SAELens whose latents are so many that dense products are faster: the paths of passes."""
 
 import copy
 import pickle
@@ -53,7 +53,7 @@ def test_dense_inference(kind: str, device: torch.device) -> None:
         torch.testing.assert_close(patched.run_with_cache(x)[0], plain.run_with_cache(x)[0])
 
 
-def test_the_way_follows_the_rows(device: torch.device) -> None:
+def test_the_path_follows_the_rows(device: torch.device) -> None:
     """Half of the latents fire: dense from the first training pass on; in inference once that is known."""
     sae, x = fire(make("jumprelu", device), 0.01), activations(device)
     density = patch(sae).density
@@ -65,7 +65,7 @@ def test_the_way_follows_the_rows(device: torch.device) -> None:
         step(sae, x)
         assert density.last_path == "dense"
     assert paths == ["sparse"] * 4 + ["dense"] * 3
-    entries = [density.known(training=way) for way in (True, False)]
+    entries = [density.known(training=training) for training in (True, False)]
     assert all(0.4 * D_SAE < known.mean < 0.7 * D_SAE for known in entries if known is not None) and None not in entries
     fire(sae, 3.0)
     for _ in range(6):
@@ -76,10 +76,10 @@ def test_the_way_follows_the_rows(device: torch.device) -> None:
 def test_both_ways_count_the_same_entries(device: torch.device) -> None:
     """With those in the window below a threshold, which a step in training stores."""
     found = []
-    for way in ("sparse", "dense"):
+    for path in ("sparse", "dense"):
         sae, x = fire(make("jumprelu", device), 0.5), activations(device)
         density = patch(sae).density
-        density.pinned = way
+        density.pinned = path
         for _ in range(4):
             step(sae, x)
         density.pinned = None
@@ -92,11 +92,11 @@ def test_both_ways_count_the_same_entries(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", ["topk", "batchtopk"])
 def test_k_is_known_without_looking(kind: str, device: torch.device) -> None:
-    for k, way in ((2, "sparse"), (180, "dense")):
+    for k, path in ((2, "sparse"), (180, "dense")):
         sae = make(kind, device, k=k)
         density = patch(sae).density
         step(sae, activations(device))
-        assert density.last_path == way and density.known(training=True) is None
+        assert density.last_path == path and density.known(training=True) is None
 
 
 def test_copies_keep_what_is_pinned(device: torch.device) -> None:

@@ -42,30 +42,26 @@ class Jump(torch.autograd.Function):
         return grad_z + slope if ctx.to_input else grad_z, -slope.sum(0), None, None
 
 
-def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
-    """What `model.loss` returns for x `[M, d_in]`; like it, it counts steps since a latent fired."""
+def selected(model: Any, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(pre-activations, latents, numbers of latents) of x `[M, d_in]`, where no L1 penalty makes rows sparse."""
     jump = isinstance(model, nn.JumpReLUSAE)
-    if isinstance(model, nn.StandardSAE | nn.GatedSAE):
-        return _penalised(model, x)
-    inner = x if jump or isinstance(model, nn.Transcoder) else x - model.b_dec
+    inner = x if jump or hasattr(model, "W_skip") else x - model.b_dec
     z = inner @ model.W_enc + model.b_enc
-    norms = model.W_dec.norm(dim=1)
     if jump:
         acts, active = Jump.apply(z, model.threshold, model.bandwidth, model.ste_to_input)
-        l0 = active.sum(-1)
+        return z, acts, active.sum(-1)
+    if isinstance(model, nn.BatchTopKSAE):
+        kept = z.relu().flatten().topk(model.k * len(x)).indices
+        mask = torch.zeros_like(z).flatten().index_fill(0, kept, 1).view_as(z)
     else:
-        if isinstance(model, nn.BatchTopKSAE):
-            kept = z.relu().flatten().topk(model.k * len(x)).indices
-            mask = torch.zeros_like(z).flatten().index_fill(0, kept, 1).view_as(z)
-        else:
-            mask = torch.zeros_like(z).scatter(1, z.topk(model.k).indices, 1)
-        acts = z.relu() * mask
-        l0 = (acts != 0).sum(-1).to(z.dtype)
-    output = acts @ model.W_dec + model.b_dec
-    if isinstance(model, nn.Transcoder) and model.W_skip is not None:
-        output = output + x @ model.W_skip.t()
-    residual = (x if y is None else y) - output
-    mse = residual.square().sum(-1).mean()
+        mask = torch.zeros_like(z).scatter(1, z.topk(model.k).indices, 1)
+    acts = z.relu() * mask
+    return z, acts, (acts != 0).sum(-1).to(z.dtype)
+
+
+def penalties(model: Any, z: Tensor, acts: Tensor, l0: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+    """(the penalty on L0, the loss of dead latents); it counts steps since a latent fired."""
+    jump, norms = isinstance(model, nn.JumpReLUSAE), model.W_dec.norm(dim=1)
     with torch.no_grad():
         silent = torch.where((acts > 0).any(0), 0, model.steps_since_fired + 1)
         model.steps_since_fired.copy_(silent)
@@ -77,7 +73,7 @@ def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
             "tanh": lambda: torch.tanh(model.tanh_scale * acts * norms).sum(-1),
         }[model.penalty]()
         penalty = model.l0_coefficient * sparsity.mean()
-    count = 2 * model.d_in if jump else max(2 * model.aux_k, len(model.b_dec))
+    count = 2 * model.d_in if jump else max(2 * model.aux_k, model.d_in)
     # A stable sort leaves those that are equally silent in their order.
     chosen = torch.zeros_like(silent, dtype=torch.bool)
     chosen[silent.sort(descending=True, stable=True).indices[:count]] = True
@@ -90,6 +86,21 @@ def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
         top = pre.topk(model.aux_k).indices
         explained = torch.zeros_like(z).scatter(1, top, pre.gather(1, top).relu()) @ model.W_dec
         dead_loss = model.aux_coefficient * (explained - residual.detach()).square().sum(-1).mean()
+    return penalty, dead_loss
+
+
+def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
+    """What `model.loss` returns for x `[M, d_in]`; like it, it counts steps since a latent fired."""
+    if isinstance(model, nn.CrossLayerTranscoder):
+        return _across(model, x, y)  # type: ignore[arg-type]
+    if isinstance(model, nn.StandardSAE | nn.GatedSAE):
+        return _penalised(model, x)
+    z, acts, l0 = selected(model, x)
+    output = acts @ model.W_dec + model.b_dec
+    if getattr(model, "W_skip", None) is not None:
+        output = output + x @ model.W_skip.t()
+    residual = (x if y is None else y) - output
+    mse, (penalty, dead_loss) = residual.square().sum(-1).mean(), penalties(model, z, acts, l0, residual)
     further = z.new_zeros(())
     if isinstance(model, nn.MatryoshkaSAE | nn.MatryoshkaBatchTopKSAE):
         for width, weight in zip(model.widths, model.inner_weights):
@@ -97,6 +108,21 @@ def loss(model: Any, x: Tensor, y: Tensor | None = None) -> Terms:
             further = further + weight * inner_error.square().sum(-1).mean()
     total = mse + penalty + dead_loss + further
     return Terms(total, mse, penalty, l0.detach().mean(), output, dead_loss, further)
+
+
+def _across(model: nn.CrossLayerTranscoder, x: Tensor, y: Tensor) -> Terms:
+    """Of x `[M, L, d_in]` and y `[M, L, d]`: layer j is the sum over i <= j of piece j - i of the rows of layer i."""
+    layers: Any = model.layers
+    found = [selected(layer, x[:, i]) for i, layer in enumerate(layers)]
+    output = layers[0].b_dec.view(y.shape[1:]).expand_as(y)
+    for i, ((_, acts, _), layer) in enumerate(zip(found, layers)):
+        pieces = [acts @ piece for piece in layer.W_dec.split(y.shape[-1], dim=1)]
+        output = output + torch.stack([torch.zeros_like(pieces[0])] * i + pieces, dim=1)
+    residual = y - output
+    added = [penalties(layer, *found[i], residual[:, i:].flatten(1)) for i, layer in enumerate(layers)]
+    penalty, dead = (torch.stack(terms).sum() for terms in zip(*added))
+    mse, l0 = residual.square().sum((1, 2)).mean(), torch.stack([l0.detach().mean() for *_, l0 in found]).sum()
+    return Terms(mse + penalty + dead, mse, penalty, l0, output, dead, x.new_zeros(()))
 
 
 def _penalised(model: Any, x: Tensor) -> Terms:
@@ -120,7 +146,7 @@ def _penalised(model: Any, x: Tensor) -> Terms:
 
 def gradients(terms: Any, model: torch.nn.Module) -> dict[str, Tensor]:
     """What is not reached has a gradient of zeros."""
-    parameters = dict(model.named_parameters())
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     found = torch.autograd.grad(terms.loss, parameters.values(), materialize_grads=True)
     return dict(zip(parameters, found))
 
@@ -137,13 +163,14 @@ def compare(model: Any, x: Tensor, y: Tensor | None = None) -> tuple[nn.SAELoss,
     grads, plain_grads, exact_grads = gradients(got, model), gradients(usual, plain), gradients(wanted, exact)
     # b_dec has 16 numbers, of which plain PyTorch may have all right by luck: each sums the errors of all rows, of each
     # width, and the gradients of encoders.
-    error = ((x if y is None else y) - wanted.reconstruction).norm(dim=0) * 2 / len(x)
+    error = ((x if y is None else y) - wanted.reconstruction).norm(dim=0).flatten() * 2 / len(x)
     sums: dict[str, Any] = {"length": 4 * len(x), "magnitude": error}
     for name, grad in grads.items():
         assert grad.dtype is model.get_parameter(name).dtype
-        budget = sums if name == "b_dec" else {}
+        budget = sums if name.endswith("b_dec") else {}
         assert_close(grad, reference64=exact_grads[name], plain=plain_grads[name], name=name, **budget)
-    assert torch.equal(model.steps_since_fired, exact.steps_since_fired)
+    for name, silent in model.named_buffers():
+        assert torch.equal(silent, exact.get_buffer(name)) or not name.endswith("steps_since_fired")
     return got, grads
 
 
@@ -179,6 +206,11 @@ def make(kind: str, device: torch.device, **options: Any) -> Any:
         model = nn.GatedSAE(D_IN, D_SAE, device=device, **options)
     elif kind == "transcoder":
         model = nn.Transcoder(D_IN, D_OUT, D_SAE, 6, device=device, **options)
+    elif kind == "batchtopk transcoder":
+        model = nn.BatchTopKTranscoder(D_IN, D_OUT, D_SAE, 6, device=device, **options)
+    elif kind == "jumprelu transcoder":
+        options = {"bandwidth": 0.2, "initial_threshold": 0.4, "l0_coefficient": 0.01} | options
+        model = nn.JumpReLUTranscoder(D_IN, D_OUT, D_SAE, device=device, **options)
     else:
         options = {"bandwidth": 0.2, "initial_threshold": 0.4, "l0_coefficient": 0.01} | options
         model = nn.JumpReLUSAE(D_IN, D_SAE, device=device, **options)
@@ -190,7 +222,7 @@ def make(kind: str, device: torch.device, **options: Any) -> Any:
 
 def given(model: Any, x: Tensor) -> tuple[Tensor, ...]:
     """What `model.loss` takes."""
-    return (x, targets(x)) if isinstance(model, nn.Transcoder) else (x,)
+    return (x, targets(x)) if hasattr(model, "W_skip") else (x,)
 
 
 @torch.no_grad()

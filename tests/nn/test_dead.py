@@ -52,7 +52,7 @@ def test_how_many_are_taken_by_default(kind: str, device: torch.device, generato
     model = model_with_dead(kind, x, 30, aux_k=None, aux_coefficient=1 / 32)
     assert model.aux_k == (dense.D_IN // 2 if kind == "topk" else model.k)
     dense.compare(model, x)
-    assert nn.Transcoder(9, 5, 30, 2).aux_k == 2 and nn.TopKSAE(9, 3, 2).aux_k == 3 and nn.TopKSAE(1, 3, 2).aux_k == 1
+    assert nn.Transcoder(9, 5, 30, 2).aux_k == 4 and nn.TopKSAE(9, 3, 2).aux_k == 3 and nn.TopKSAE(1, 3, 2).aux_k == 1
 
 
 def test_leading_dimensions_and_evaluation(device: torch.device, generator: torch.Generator) -> None:

@@ -27,13 +27,13 @@ def test_both_ways_agree(kind: str, options: dict[str, Any], device: torch.devic
     x, found = 16 * dense.sample(40, generator), []
     model = dense.make(kind, device, **options)
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    for way in ("sparse", "dense"):
+    for path in ("sparse", "dense"):
         model.load_state_dict(before)
-        model.density.pinned = way
+        model.density.pinned = path
         model.zero_grad()
         loss = model.loss(*dense.given(model, x))
         loss.loss.backward()
-        assert model.density.last_path == way
+        assert model.density.last_path == path
         assert getattr(model, "input_scale", 0.5) < 1
         grads = {name: parameter.grad for name, parameter in model.named_parameters()}
         found.append((loss._asdict(), grads, dict(model.named_buffers())))
@@ -52,14 +52,14 @@ def test_inference_both_ways(kind: str, device: torch.device, generator: torch.G
     model = dense.make(kind, device)
     model.loss(*dense.given(model, x))
     model.eval()
-    for way in ("sparse", "dense"):
-        model.density.pinned = way
+    for path in ("sparse", "dense"):
+        model.density.pinned = path
         with torch.no_grad():
             outs.append(model(x))
     torch.testing.assert_close(*outs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("way", ["sparse", "dense"])
+@pytest.mark.parametrize("path", ["sparse", "dense"])
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     "kind, options",
@@ -72,11 +72,11 @@ def test_inference_both_ways(kind: str, device: torch.device, generator: torch.G
     ids=str,
 )
 def test_the_loss_of_no_rows_is_0(
-    kind: str, options: dict[str, Any], training: bool, way: str, device: torch.device
+    kind: str, options: dict[str, Any], training: bool, path: str, device: torch.device
 ) -> None:
     """Where latents are dead, too."""
     model = dense.make(kind, device, **options).train(training)
-    model.density.pinned = way
+    model.density.pinned = path
     model.steps_since_fired.fill_(1 << 20)
     loss = model.loss(*dense.given(model, torch.empty(0, dense.D_IN, device=device)))
     loss.loss.backward()
@@ -85,15 +85,15 @@ def test_the_loss_of_no_rows_is_0(
         assert parameter.grad is None or not parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("way", ["sparse", "dense"])
-def test_second_derivatives_are_refused_by_a_name_that_is_known(way: str, device: torch.device) -> None:
+@pytest.mark.parametrize("path", ["sparse", "dense"])
+def test_second_derivatives_are_refused_by_a_name_that_is_known(path: str, device: torch.device) -> None:
     model = nn.TopKSAE(8, 32, 4, device=device)
-    model.density.pinned = way
+    model.density.pinned = path
     with pytest.raises(NotImplementedError, match=r"^sae\.encode: second derivatives"):
         torch.autograd.grad(model.loss(torch.ones(2, 8, device=device)).loss, model.W_enc, create_graph=True)
 
 
-def test_the_way_follows_the_rows(device: torch.device, generator: torch.Generator) -> None:
+def test_the_path_follows_the_rows(device: torch.device, generator: torch.Generator) -> None:
     """Half of 512 latents fire: dense from the first call in training on; in inference once that is known."""
     model, x = nn.JumpReLUSAE(32, 512, device=device), torch.randn(200, 32, device=device, generator=generator)
     paths = []
@@ -131,14 +131,14 @@ def test_slots_follow_the_rows(device: torch.device, generator: torch.Generator)
 def test_a_run_whose_rows_empty_has_the_loss_of_dense(device: torch.device) -> None:
     """L0 falls from 2,000 to some tens in 560 steps: dense at first, sparse in the end, and the same curve."""
     curves, l0, paths = {}, [], []
-    for way in ("dense", None):
+    for path in ("dense", None):
         generator = torch.Generator(device).manual_seed(0)
         atoms = torch.nn.functional.normalize(torch.randn(256, 128, device=device, generator=generator))
         torch.manual_seed(1)
         model = nn.JumpReLUSAE(128, 4096, bandwidth=0.1, l0_coefficient=3.0, device=device)
-        model.density.pinned = way
+        model.density.pinned = path
         optimizer = torch.optim.Adam(model.parameters(), lr=6e-3)
-        curves[way] = []
+        curves[path] = []
         for step in range(560):
             model.l0_coefficient = 3.0 * min(1.0, step / 150)
             drawn, size = (torch.rand(64, 256, device=device, generator=generator) for _ in range(2))
@@ -146,20 +146,20 @@ def test_a_run_whose_rows_empty_has_the_loss_of_dense(device: torch.device) -> N
             optimizer.zero_grad()
             terms.loss.backward()
             optimizer.step()
-            curves[way].append(float(terms.loss.detach()))
-            if way is None:
+            curves[path].append(float(terms.loss.detach()))
+            if path is None:
                 l0.append(float(terms.l0.mean().detach()))
                 paths.append(model.density.last_path)
     assert l0[0] > 1500 and l0[-1] < 60
     assert paths[0] == "dense" and "sparse" in paths
     for first in range(0, 560, 40):
-        dense, followed = (sum(curves[way][first : first + 40]) for way in ("dense", None))
+        dense, followed = (sum(curves[path][first : first + 40]) for path in ("dense", None))
         assert abs(followed - dense) < 0.05 * dense
 
 
 def test_k_is_known_without_looking(device: torch.device, generator: torch.Generator) -> None:
     x = torch.randn(200, 32, device=device, generator=generator)
-    for k, way in ((2, "sparse"), (500, "dense")):
+    for k, path in ((2, "sparse"), (500, "dense")):
         model = nn.TopKSAE(32, 512, k, device=device, aux_coefficient=0)
         model.loss(x).loss.backward()
-        assert model.density.last_path == way and model.density.known(training=True) is None
+        assert model.density.last_path == path and model.density.known(training=True) is None

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.modules.module import register_module_forward_hook
 from torch.nn.utils import parametrize, prune
 
-from gossamer import nn
+from gossamer import gemm, nn
 from gossamer.gemm.linear_glu import GATES
 from gossamer.testing import assert_close
 
@@ -55,6 +55,28 @@ def test_mlp(device: torch.device) -> None:
         x = torch.randn(3, 8, device=device)
         assert torch.equal(model(x), plain(model, x))
     assert list(model.state_dict()) == ["up_proj.weight", "up_proj.bias", "down_proj.weight", "down_proj.bias"]
+
+
+def test_functions_as_activation(device: torch.device) -> None:
+    """A module is a part of the block, with its parameters, and a clamped gate changes up as well."""
+    torch.manual_seed(0)
+    x, silu = 3 * torch.randn(3, 8, device=device), torch.nn.functional.silu
+    for activation in (torch.nn.SiLU(), silu):
+        for kind in (nn.MLP, nn.GatedMLP):
+            model, named = kind(8, 24, activation, device=device), kind(8, 24, "silu", device=device)
+            named.load_state_dict(model.state_dict())
+            torch.testing.assert_close(model(x), named(x))
+            model.l1 = named.l1 = True
+            torch.testing.assert_close(model(x).activity, named(x).activity)
+    assert set(dict(nn.MLP(8, 24, torch.nn.PReLU()).named_parameters())) > {"activation.weight"}
+    model = nn.GatedMLP(8, 24, gemm.ClampedSwiGLU(alpha=1.5, limit=0.5), device=device)
+    gate, up = model.gate_proj(x).clamp(max=0.5), model.up_proj(x).clamp(-0.5, 0.5)
+    wanted = model.down_proj((up + 1) * gate * torch.sigmoid(1.5 * gate))
+    torch.testing.assert_close(model(x), wanted)
+    model.down_proj.register_forward_hook(lambda *_: None)
+    torch.testing.assert_close(model(x), wanted)
+    with pytest.raises(ValueError, match=r"nn\.MLP: activation must not be a ClampedSwiGLU.* Use nn\.GatedMLP"):
+        nn.MLP(8, 24, gemm.ClampedSwiGLU())
 
 
 def test_compiled_and_autocast(device: torch.device, compiled: Any) -> None:

@@ -1,4 +1,4 @@
-"""Statistics that arrive late, and the ways chosen from them."""
+"""Statistics that arrive late, and the paths chosen from them."""
 
 import copy
 import pickle
@@ -65,7 +65,7 @@ def test_training_and_inference_have_a_history_each(device: torch.device) -> Non
 
 
 @pytest.mark.native
-def test_no_graph_keeps_the_way_from_changing(device: torch.device) -> None:
+def test_no_graph_keeps_the_path_from_changing(device: torch.device) -> None:
     """Such as a validation loss that nobody calls backward on, in training mode, with a graph or without."""
     layer, x = Layer(1), torch.ones(3, device=device, requires_grad=True)
     checkpoint(layer, x, 1, use_reentrant=True).sum().backward()
@@ -80,7 +80,7 @@ def test_no_graph_keeps_the_way_from_changing(device: torch.device) -> None:
 
 @pytest.mark.native
 @pytest.mark.parametrize("micro_batches", [1, 3, 6])
-def test_what_is_computed_again_goes_the_same_way_uncounted(micro_batches: int, device: torch.device) -> None:
+def test_what_is_computed_again_takes_the_same_path_uncounted(micro_batches: int, device: torch.device) -> None:
     layer, x = Layer(2), torch.ones(3, device=device, requires_grad=True)
     for step in range(6):
         outs = [
@@ -98,7 +98,7 @@ def test_what_is_computed_again_goes_the_same_way_uncounted(micro_batches: int, 
 @pytest.mark.native
 @pytest.mark.parametrize("outer, inner", [(True, None), (True, True), (True, False), (False, True), (False, False)])
 def test_a_first_run_that_is_not_seen(outer: bool, inner: bool | None, device: torch.device) -> None:
-    """A reentrant checkpoint goes the way last taken; neither it nor a checkpoint within another counts twice."""
+    """A reentrant checkpoint takes the path last taken; neither it nor a checkpoint within another counts twice."""
     layer, x = Layer(1), torch.ones(3, device=device, requires_grad=True)
 
     def block(x: Tensor, count: int) -> Tensor:
@@ -132,16 +132,16 @@ def test_pinned_and_shown(device: torch.device) -> None:
     assert repr(tracker) == "DensityTracker(lag=4, last_path='sparse')"
 
 
-def test_a_way_that_no_call_goes_is_not_pinned(device: torch.device) -> None:
-    """A name with a slip in it is no other way."""
+def test_a_path_that_no_call_takes_is_not_pinned(device: torch.device) -> None:
+    """A name with a slip in it is no other path."""
     x, W = torch.ones(2, 8, device=device), torch.ones(8, 8, device=device)
     model = nn.TopKSAE(8, 16, 2, device=device)
     model.density.pinned = "Dense"
-    for call, ways in (
+    for call, paths in (
         (lambda: model(x), "sparse, dense"),
         (lambda: ffn.gated(x, W, W, W, density=ffn.BlockTracker(pinned="Dense")), "gather, fused, dense"),
     ):
-        with pytest.raises(ValueError, match=f"pinned must be None or name a way .* go, {ways}, got 'Dense'"):
+        with pytest.raises(ValueError, match=f"pinned must be None or name a path .* take, {paths}, got 'Dense'"):
             call()
     model.density.pinned = "dense"
     model(x)
@@ -164,9 +164,9 @@ def test_compiled_calls_record_nothing(device: torch.device, compiled) -> None:
     pending = len(layer.tracker._histories[False]._pending)
 
     def call(x: Tensor) -> Tensor:
-        way = layer.tracker.path(dense_above(10), training=False)
+        path = layer.tracker.path(dense_above(10), training=False)
         layer.tracker.record(torch.ones(3, device=x.device), training=False)
-        return x * (2 if way == "dense" and layer.tracker.basis(training=False) is None else 3)
+        return x * (2 if path == "dense" and layer.tracker.basis(training=False) is None else 3)
 
     basis = layer.tracker.basis(training=False)
     assert basis is not None and basis.mean == 100

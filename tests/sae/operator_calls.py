@@ -49,7 +49,7 @@ def _encode_dense(device: torch.device) -> None:
     x, W, b = (torch.randn(shape, device=device).requires_grad_() for shape in ((3, 12), (12, 90), (90,)))
     threshold = torch.full((90,), 0.5, device=device, requires_grad=True)
     for activation in (
-        gemm.ReLU(),
+        "relu",
         gemm.JumpReLU(threshold, 0.5, ste_to_input=True),
         gemm.TopK(4, torch.rand(90, device=device)),
         gemm.BatchTopK(4),

@@ -570,7 +570,7 @@ OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
         ),
         ({"activation": "relu2"}, ValueError, r'activation must be "relu" or gemm.JumpReLU'),
         ({"activation": "topk"}, ValueError, r"activation must be .* got 'topk'"),
-        ({"activation": gemm.ReLU2()}, ValueError, r"activation must be .* got ReLU2\(\)"),
+        ({"activation": "relu2"}, ValueError, r"activation must be .* got 'relu2'"),
         ({"activation": torch.relu}, TypeError, r"activation must be .* got <built-in"),
         ({"activation": gemm.JumpReLU(torch.ones(7))}, ValueError, r"threshold must have shape \[d_sae\] = \[8\]"),
         ({"activation": gemm.TopK(9)}, ValueError, r"k must be at most d_sae = 8, got 9"),

@@ -1,4 +1,4 @@
-"""Dense latents and their gradients, beside dense float64 and beside what the sparse way stores."""
+"""Dense latents and their gradients, beside dense float64 and beside what the sparse path stores."""
 
 from typing import Any
 
@@ -50,7 +50,7 @@ def options_of(options: dict[str, Any], threshold: Tensor, n: int) -> dict[str, 
 
 @pytest.mark.parametrize("options", CASES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_the_same_as_the_sparse_way(
+def test_the_same_as_the_sparse_path(
     options: dict[str, Any], shape: tuple[int, int, int], device: torch.device, generator: torch.Generator
 ) -> None:
     """Latents, L0, counts and every gradient: of what is stored, with a capacity for all."""
@@ -151,17 +151,17 @@ def test_a_layout_by_latent_gets_its_gradient_in_it(device: torch.device, genera
     assert W.grad.stride() == W.stride()
 
 
-@pytest.mark.parametrize("way", ["slots", "overflow", "exact", "batch", "dense"])
-def test_gradient_of_a_float32_b_dec(way: str, device: torch.device, generator: torch.Generator) -> None:
+@pytest.mark.parametrize("path", ["slots", "overflow", "exact", "batch", "dense"])
+def test_gradient_of_a_float32_b_dec(path: str, device: torch.device, generator: torch.Generator) -> None:
     """A gradient passes through a 16-bit W_enc to a float32 b_dec in float32, where x takes none."""
     x, W, b_dec = (torch.randn(s, device=device, generator=generator) for s in ((40, 24), (24, 90), (24,)))
     x, W, b_dec = x.half(), W.half(), b_dec.requires_grad_()
-    if way == "dense":
+    if path == "dense":
         acts = encode_dense(x, W, None, b_dec=b_dec)[0]
-    elif way == "batch":
+    elif path == "batch":
         acts = sae.encode(x, W, None, gemm.BatchTopK(20), b_dec=b_dec).to_dense()
     else:
-        capacity = {"slots": 90, "overflow": 30, "exact": "exact"}[way]
+        capacity = {"slots": 90, "overflow": 30, "exact": "exact"}[path]
         acts = sae.encode(x, W, None, b_dec=b_dec, capacity=capacity).to_dense()
     weights = torch.randn(acts.shape, device=device, generator=generator).half()
     (grad,) = torch.autograd.grad(acts, b_dec, weights)

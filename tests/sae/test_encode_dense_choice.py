@@ -1,4 +1,4 @@
-"""Which way a layer's latents go, packed or dense, and with how many slots: by what earlier calls have shown."""
+"""The path of a layer's latents, packed or dense, and with how many slots: by what earlier calls have shown."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ def weight_on(kind: str) -> Any:
     return SimpleNamespace(shape=(N, D), is_cuda=kind == "cuda", device=torch.device(kind, 99), element_size=lambda: 2)
 
 
-def way(known: Density | None, kind: str = "cuda", **options: Any) -> str:
+def path_by(known: Density | None, kind: str = "cuda", **options: Any) -> str:
     """The path by these statistics."""
     return choose_path(known, M, weight_on(kind), **({"expected": None, "training": True} | options))
 
@@ -45,10 +45,10 @@ def test_the_mean_decides_while_rows_fit() -> None:
     limit = break_even(M, N, D, weight_on("cuda"))
     assert 200 < limit < 1000
     for factor, wanted in ((0.9, "sparse"), (1.1, "dense")):
-        assert way(spread(factor * limit, 0.3)) == wanted
-        assert way(None, expected=int(factor * limit)) == wanted
-        assert way(spread(1.5 * factor * limit, 0.3), times=1.5) == wanted
-    assert way(None) == "dense" and way(None, training=False) == "sparse"
+        assert path_by(spread(factor * limit, 0.3)) == wanted
+        assert path_by(None, expected=int(factor * limit)) == wanted
+        assert path_by(spread(1.5 * factor * limit, 0.3), times=1.5) == wanted
+    assert path_by(None) == "dense" and path_by(None, training=False) == "sparse"
 
 
 @pytest.mark.usefixtures("h200")
@@ -59,14 +59,14 @@ def test_rows_that_overflow_make_a_layer_dense(training: bool) -> None:
     for mean, deviation in ((300, 1.4), (320, 1.3)):
         known = spread(mean, deviation)
         assert known.light / M < 250 and known.over > 20
-        assert way(known, training=training) == "dense", (mean, known)
-    assert way(spread(100, 0.7), training=training) == "sparse"
+        assert path_by(known, training=training) == "dense", (mean, known)
+    assert path_by(spread(100, 0.7), training=training) == "sparse"
     few = "sparse" if training else "dense"
     for count, wanted in ((0, "sparse"), (1, few), (40, few), (2000, "dense")):
         # In training few such rows are worth it wherever they lie; else the product of one block takes as long.
         some = torch.full((M,), 60)
         some[torch.randperm(M, generator=torch.Generator().manual_seed(0))[:count]] = 5000
-        assert way(counted(some), training=training) == wanted
+        assert path_by(counted(some), training=training) == wanted
 
 
 @pytest.mark.usefixtures("h200")
@@ -75,7 +75,7 @@ def test_a_cpu_multiplies_the_rows_that_overflowed_alone() -> None:
     few[::20] = 5000
     assert again(counted(few), True, False) == again(counted(few), False, False) == pytest.approx(0.075, rel=0.02)
     assert again(counted(few), False, True) > 1
-    assert way(counted(few), training=False) == "dense" and way(counted(few), "cpu", training=False) == "sparse"
+    assert path_by(counted(few), training=False) == "dense" and path_by(counted(few), "cpu", training=False) == "sparse"
 
 
 def test_no_row_overflows_that_holds_a_quarter_more() -> None:

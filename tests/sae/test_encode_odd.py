@@ -11,7 +11,7 @@ from gossamer.testing import assert_close, assert_exact
 from tests.sae.dense import encode_with_l0
 
 ACTIVATIONS = {
-    "relu": lambda threshold: gemm.ReLU(),
+    "relu": lambda threshold: "relu",
     "jumprelu": lambda threshold: gemm.JumpReLU(threshold, 0.5),
     "scalar": lambda threshold: gemm.JumpReLU(threshold[0], 0.5, ste_to_input=True),
     "topk": lambda threshold: gemm.TopK(5),

@@ -5,6 +5,7 @@ A small operator is bound by host time. Triton's own launcher rebinds and respec
 straight to the compiled kernel.
 """
 
+import copy
 import itertools
 import sys
 import threading
@@ -154,14 +155,36 @@ class Kernel:
     def _keep(self, key: Hashable, compiled: Any) -> tuple[Any, tuple[Any, ...]]:
         """The functions of later launches. Reading `run` loads the kernel, and builds its launcher if it has one."""
         # No launch metadata and no profiler hooks: the CUDA profilers see the kernel all the same.
-        run = compiled.run
-        self._compiled[key] = run, (compiled.function, compiled.packed_metadata, None, None, None)
+        self._compiled[key] = _direct(compiled.run, (compiled.function, compiled.packed_metadata, None, None, None))
         return self._compiled[key]
 
     def _compile(self, key: Hashable, device: int, args: Sequence[Any], options: dict[str, Any]) -> None:
         """In a thread of its own, without a launch. A failing compilation fails again, and raises, at the launch."""
         torch.cuda.set_device(device)
         self._keep(key, self.fn.run(*args, grid=(1,), warmup=True, **options))
+
+
+def _direct(run: Any, given: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """The function in C that Triton's launcher `run` calls, and its arguments between the stream and those of the
+    kernel; or `run` and `given`, which it takes there. The launcher takes as long as the launch, and differs between
+    versions: so it is called here with a function that looks at its arguments."""
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return run, given
+    seen: list[Any] = []
+    probe = copy.copy(run)
+    probe.launch = lambda *args: seen.extend(args)
+    ends = object(), object()
+    probe(1, 2, 3, 4, *given, *ends)
+    if seen[:4] == [1, 2, 3, 4] and tuple(seen[-2:]) == ends:
+        return run.launch, tuple(seen[4:-2])
+    if seen[:4] == [1, 2, 3, 4] and seen[-1] == ends:
+        return _joined(run.launch, *seen[4:-1]), ()
+    return run, given
+
+
+def _joined(launch: Any, *between: Any) -> Callable[..., None]:
+    """A launch that takes the arguments of the kernel as one."""
+    return lambda x, y, z, stream, *args: launch(x, y, z, stream, *between, args)
 
 
 def _recorder() -> Recorder | None:

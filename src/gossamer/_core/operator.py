@@ -53,27 +53,32 @@ class Operator(Generic[Record]):
         self._apply: dict[str, Callable[..., Any]] = {}
 
     def __call__(self, call: Record) -> Any:
-        if torch.compiler.is_compiling():
-            # PyTorch before 2.12 puts plain tuples alone into a graph, no `NamedTuple`.
-            return self.overload(*[tuple(field) if isinstance(field, tuple) else field for field in call])
+        if torch.compiler.is_dynamo_compiling():
+            return self._dispatched(call)
         recording, last, tensors = torch.is_grad_enabled(), None, self._tensors(call)
         if not ops._PLAIN.issuperset(map(type, tensors)):
-            return self.overload(*call)
+            return self._dispatched(call)
         for tensor in tensors:
             if tensor is not None:
                 last = tensor
                 # A tensor that has outlived a transform of torch.func looks plain, and the dispatcher unwraps it; so
                 # does a batch of gradients, which the dispatcher takes apart.
                 if ops._is_batched(tensor) or (recording and ops._is_wrapped(tensor)):
-                    return self.overload(*call)
+                    return self._dispatched(call)
         assert last is not None
         device = last.device.type
         run = self._run.get(device)
         if run is None or ops.listened():
-            return self.overload(*call)
+            return self._dispatched(call)
         if recording and self._apply and ops._any_requires_grad(*tensors) and not ops._inference():
             return self._apply[device](*call)
+        if self.repeated is not None and device == "cuda" and not torch._C._is_any_autocast_enabled():
+            return self.repeated(call)
         return run(call)
+
+    def _dispatched(self, call: Record) -> Any:
+        # PyTorch before 2.12 puts plain tuples alone into a graph, no `NamedTuple`.
+        return self.overload(*[tuple(field) if isinstance(field, tuple) else field for field in call])
 
     def again(self, call: Record) -> Any:
         """The results of a call on a GPU whose like was recorded, or None, and nothing computed. The caller knows that

@@ -28,7 +28,7 @@ _PLAIN = frozenset((torch.Tensor, torch.nn.Parameter, type(None)))
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _transforms = torch._C._functorch.peek_interpreter_stack
 _tracing_state = torch._C._get_tracing_state
-_profiler_enabled = torch.autograd._profiler_enabled
+profiler_enabled = torch.autograd._profiler_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
@@ -49,7 +49,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
     """The operator's kernel under the dispatcher's key for gradients."""
 
     @functools.cache  # few: keys come from the kinds of a call's tensors, and from the active modes
-    def ways(keys: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def kernels(keys: int) -> tuple[Callable[..., Any], Callable[..., Any]]:
         below = torch._C.DispatchKeySet.from_raw_repr(keys) & torch._C._after_autograd_keyset
 
         def run(*args: Any) -> Any:
@@ -59,7 +59,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
         return run, function(run).apply
 
     def call(keyset: Any, *args: Any) -> Any:
-        run, apply = ways(keyset.raw_repr())
+        run, apply = kernels(keyset.raw_repr())
         return apply(*args) if torch.is_grad_enabled() and _any_requires_grad(*args) else run(*args)
 
     return call
@@ -67,7 +67,7 @@ def _dispatched(operator: Any, function: Callable[..., Any]) -> Callable[..., An
 
 def listened() -> Any:
     """Whether a mode, a transform, a tracer or a profiler listens to PyTorch's dispatcher."""
-    return _dispatch_modes() or _transforms() is not None or _tracing_state() is not None or _profiler_enabled()
+    return _dispatch_modes() or _transforms() is not None or _tracing_state() is not None or profiler_enabled()
 
 
 def needs_gradient(*operands: Any) -> bool:

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer._core.compiling import walking
-from gossamer._core.ops import INTERPRET
-from gossamer._core.ranges import watched
+from gossamer._core.ops import INTERPRET, profiler_enabled
+from gossamer._core.ranges import NVIDIA_LOOKS
 
 _guards: Any = torch._C._dynamo.guards
 EMPTY = {"cuda": _guards._empty_strided_cuda, "cpu": _guards._empty_strided_cpu}
@@ -240,7 +240,7 @@ class Repeated:
 
     def __call__(self, call: Any, only: bool = False) -> Any:
         """The results of a call; with `only`, None where there is no recording of it."""
-        if walking or watched():
+        if walking or NVIDIA_LOOKS or profiler_enabled():
             return None if only else self._run(call)
         memory = [*self._tensors(call)]
         key: Any = [self._others(call), torch._C._get_fp32_precision_getter("cuda", "matmul") == "tf32"]
@@ -319,8 +319,10 @@ def _run_below_autograd(x: int, y: int, z: int, stream: int, function: Any, *arg
 
 
 def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:
-    """A view of a tensor's memory, for steps that take no addresses."""
+    """A view of a tensor's memory, for steps that take no addresses: the tensor itself, if it is that view."""
     if x.dtype is dtype:
+        if not offset and x.shape == shape and x.stride() == strides:
+            return x
         return x.as_strided(shape, strides, x.storage_offset() + offset // dtype.itemsize)
     at = (x.storage_offset() * x.element_size() + offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage(), at, shape, strides)

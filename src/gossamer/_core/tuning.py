@@ -86,8 +86,8 @@ def tf32() -> bool:
 def dot_precision(operand: Tensor, inner: int) -> dict[str, Any]:
     """PRECISION and UPCAST of a kernel's tl.dot. The interpreter multiplies in float32: its bfloat16 dot is wrong.
 
-    Three TF32 products stand in for a float32 one where the inner dimension is long: what they round is then below what
-    the sum rounds. A short one takes float32 arithmetic.
+    Three TF32 products stand in for a float32 one where the inner dimension is long: their rounding is then below that
+    of the sum. A short one takes float32 arithmetic.
     """
     if INTERPRET or torch.version.hip or operand.dtype is not torch.float32:
         return {"PRECISION": "ieee", "UPCAST": INTERPRET}

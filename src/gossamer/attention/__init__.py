@@ -7,7 +7,6 @@ torch.Size([1, 1, 3, 4])
 
 from gossamer.attention.indexer_loss import indexer_loss
 from gossamer.attention.indexer_scores import indexer_scores
-from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.attention.select_topk import AdaptiveK, select_topk
 from gossamer.attention.selection import Selection
 from gossamer.attention.sparse_attention import sparse_attention
@@ -17,7 +16,6 @@ __all__ = [
     "Selection",
     "indexer_loss",
     "indexer_scores",
-    "rotary_gates",
     "select_topk",
     "sparse_attention",
 ]

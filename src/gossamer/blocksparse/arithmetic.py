@@ -1,4 +1,4 @@
-"""Element by element: what block-sparse tensors share with PyTorch's."""
+"""Element by element: the operators and methods that block-sparse tensors share with PyTorch's."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _compared(name: str, function: Callable[[Any, Any], Tensor]) -> Callable[...
         operand = self.paired(name, other)
         if operand is NotImplemented:
             if not isinstance(other, Tensor):
-                # What is neither number nor tensor differs, says Python.
+                # An object that is neither number nor tensor differs, says Python.
                 return NotImplemented
             raise TypeError(
                 f"blocksparse.BlockSparseTensor.{name}: the other operand must be a number, a tensor of one element or "
@@ -125,7 +125,7 @@ class Arithmetic:
     layout: Layout
 
     def paired(self, name: str, other: Any) -> Any:
-        """What an operator takes of its other operand; NotImplemented where it is none of those."""
+        """The other operand as an operator takes it; NotImplemented where the operator cannot take it."""
         if isinstance(other, Arithmetic):
             if not self.layout.is_same(other.layout):
                 raise ValueError(

@@ -58,8 +58,8 @@ def attention(
             Where one of mask and bias is dense and the other holds blocks, the layout's blocks of the dense one are
             taken.
         bias: added to the scores, float, differentiable, in the same two forms; on the GPU it is read in its dtype.
-        relative: one or several `Relative`, tables by relative positions: what a query makes of them is added to its
-            scores, before these are scaled. Differentiable in the tables. R numbers a query and term are kept.
+        relative: one or several `Relative`, tables by relative positions: the products of a query with them are added
+            to its scores, before these are scaled. Differentiable in the tables. R numbers a query and term are kept.
         causal: whether a query meets no key behind its own position.
         lengths: int `[B]`: keys from there on take no part.
         scale: of the scores; None takes D^-0.5.
@@ -109,7 +109,7 @@ _checked: Checked[tuple[Any, ...]] = Checked()
 def _key(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, others: tuple[Any, ...], causal: bool, scale: float | None
 ) -> Key | None:
-    """What the checks of a call depend on that has none of the others; None where it has to be checked."""
+    """The facts that the checks of a call without the others depend on; None where it has to be checked."""
     if any(other is not None for other in others) or not isinstance(layout, Layout) or not isinstance(q, Tensor):
         return None
     if autocast.enabled(q.device):
@@ -156,7 +156,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, layout: Layout, lengths: Tensor | No
 
 
 def steps_of(layout: Layout, b: int, h: int) -> tuple[int, int]:
-    """What a batch and a head step in the matrices of a layout whose leading dimensions broadcast to `[B, H]`."""
+    """The steps of a batch and a head among the matrices of a layout whose leading dimensions broadcast to `[B, H]`."""
     batches, heads = checks.broadcast(_NAME, "layout's leading dimensions", layout.lead, (b, h), "[B, H] = ")
     return (heads if batches > 1 else 0), int(heads > 1)
 

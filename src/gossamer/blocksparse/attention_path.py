@@ -23,8 +23,8 @@ PATHS: dict[Path, str] = {
 
 @dataclass(frozen=True)
 class Problem:
-    """What the kernels of one attention are compiled and launched for. `own`: whether each batch, and each head, has a
-    matrix of the layout; `dv` is the width of values."""
+    """The facts for which the kernels of one attention are compiled and launched. `own`: whether each batch, and each
+    head, has a matrix of the layout; `dv` is the width of values."""
 
     b: int
     h: int

@@ -14,13 +14,13 @@ Map = Callable[[torch.device], Tensor]
 
 @dataclass(frozen=True)
 class Axis:
-    """One dimension of a rearrangement. Whatever it does is known to the host.
+    """One dimension of a rearrangement. The host knows all of it.
 
     Args:
         source: length of the source.
         length: of the result.
         forward: int64 `[length]`, each element's source; None where that is its own number.
-        step: what the starts of whatever stays together are multiples of; 0 divides nothing up.
+        step: the starts of pieces that stay together are multiples of it; 0 divides nothing up.
         copies: how often a source occurs, at most.
     """
 
@@ -69,7 +69,7 @@ class Axis:
 
 
 Axes = tuple[Axis, Axis, Axis]
-"""What happens to matrices, to rows and to columns."""
+"""The rearrangement of matrices, of rows and of columns."""
 
 
 def maps(moved: Axes, device: torch.device) -> list[Tensor | None]:
@@ -128,7 +128,7 @@ def joined(lengths: Sequence[int], block: int) -> Axis:
 
 
 def along(lead: Sequence[int], dim: int, axis: Axis) -> Axis:
-    """What happens to one of the leading dimensions, for matrices counted through."""
+    """The rearrangement of one of the leading dimensions, for matrices counted through."""
     forward, count = axis.forward, math.prod(lead)
     if forward is None:
         return whole(count)

@@ -11,7 +11,7 @@ def gather(input: BlockSparseTensor, dim: int, index: BlockSparseTensor) -> Bloc
     index[z, i, j]]` for `dim=-1`.
 
     Args:
-        input: `[..., M, N]`, of any dtype. What its layout does not store is zero.
+        input: `[..., M, N]`, of any dtype. Blocks that its layout does not store are zero.
         dim: any dimension, a leading one too.
         index: `[..., M', N']`, int8, int16, int32 or int64, in blocks of the same size, and but for `dim` at most as
             long as input along each dimension. Its layout says where results are; -1 gives 0. Any other index that

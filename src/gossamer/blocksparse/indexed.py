@@ -231,7 +231,7 @@ def _extremum_backward(
 def _product_backward(
     back: Indexed, include_self: bool, grad: Tensor, given: Tensor | None, src: Tensor, out: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """What a factor is multiplied by: the product divided by it, or without it where it is the only zero."""
+    """The other factors of each factor: the product divided by it, or without it where it is the only zero."""
     refuse_second("blocksparse.scatter")
     wide = torch.promote_types(out.dtype, torch.float32)
     grad, out = grad.to(wide), out.to(wide)

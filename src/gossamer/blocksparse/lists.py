@@ -115,7 +115,7 @@ class Lists:
 
     @property
     def elements(self) -> Tensor | None:
-        """What `elements.py` says of cut blocks; None where every element takes part."""
+        """The bits by which `elements.py` marks elements of cut blocks; None where every element takes part."""
         if not self.form.cut:
             return None
         return self.buffer[length(self.form) + (self._room if self.form.turned else 0) :]

@@ -30,9 +30,9 @@ def matmul(
 ) -> Any:
     """a @ b, where each of a, b and the result is dense or block-sparse.
 
-    Absent blocks are zeros. They are skipped, or multiplied where that is faster: what is not finite in one operand may
-    vanish where it meets absent blocks of the other alone, and else shows where it shows in a dense product. Which
-    pairs of blocks meet the device finds out by itself.
+    Absent blocks are zeros. They are skipped, or multiplied where that is faster: a NaN or Inf in one operand may
+    vanish where it meets absent blocks of the other alone, and else shows where it shows in a dense product. The
+    device itself finds out which pairs of blocks meet.
 
     Args:
         a: `[..., M, K]`, a tensor with any strides or a `BlockSparseTensor`; float32, float16 or bfloat16 (float64 on
@@ -103,7 +103,7 @@ def _taken(operand: Any) -> tuple[Any, Layout | None]:
 
 
 def _facts(layout: Any) -> tuple[Any, ...] | None:
-    """What checks of a layout depend on."""
+    """The facts of a layout that checks depend on."""
     if not isinstance(layout, Layout):
         return layout
     return layout.lead, layout.form, layout.buffer.device

@@ -40,8 +40,8 @@ def causal(
     Args:
         size: `(M, N)`: queries and keys.
         block_size: 16, 32, 64 or 128, or `(height, width)`.
-        lengths: int `[...]`, positions of each sequence that are in use: those beyond are absent, among queries and
-            among keys, and the layout is `(..., rows, cols)`.
+        lengths: int `[...]`, positions of each sequence that are in use: positions beyond are absent, among queries
+            and among keys, and the layout is `(..., rows, cols)`.
         elements: whether the layout stores which elements of cut blocks belong to the pattern; False makes every
             present block a whole one.
         capacity: as in `Layout.from_mask`. None makes room for just those present: the host counts them, without a

@@ -285,7 +285,7 @@ def _joined(
     grid = torch.cat(list(grids), dim)
     *lead, rows, cols = grid.shape
     form = Form(math.prod(lead), rows, cols, *block, ends[0].source, ends[1].source, capacity)
-    # Where blocks are missing a number may be beyond all: what has none goes behind the last.
+    # Where blocks are missing a number may be beyond all: places without a block go behind the last.
     number = torch.where(grid >= 0, grid, capacity).clamp(max=capacity).flatten().long()
     places = torch.arange(grid.numel(), dtype=torch.int32, device=grid.device)
     at = torch.full((capacity + 1,), -1, dtype=torch.int32, device=grid.device).scatter_(0, number, places)[:-1]
@@ -375,7 +375,7 @@ def _adapted(layout: Layout, block: tuple[int, int], capacity: int | None) -> La
 
 
 def _kept(layout: Layout, key: Hashable, make: Callable[[], Made]) -> Made:
-    """What `make` makes of a layout, kept: but not what a graph makes, which is there only when it is replayed."""
+    """The result of `make`, kept for the layout; one inside of a graph is not kept, as only a replay computes it."""
     if torch.compiler.is_compiling() or type(layout.buffer) is not Tensor:
         return make()
     kept = _repetitions.setdefault(layout.buffer, {})

@@ -1,4 +1,4 @@
-"""What attention adds to the scores for relative positions."""
+"""The terms that attention adds to the scores for relative positions."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Relative:
 def prepare(
     operator: str, q: Tensor, k: Tensor, relative: Relative | Sequence[Relative] | None
 ) -> tuple[Tensor | None, Tensor | None]:
-    """(what each query makes of each relative position `[B, H, Tq, terms * R]`; where queries and keys are, int32
+    """(the product of each query and each relative position `[B, H, Tq, terms * R]`; where queries and keys are, int32
     `[terms, B, Tq + Tk]`) of the terms. A table that is shorter than another is continued by its outermost rows, which
     stand for all positions beyond."""
     terms = () if relative is None else (relative,) if isinstance(relative, Relative) else tuple(relative)

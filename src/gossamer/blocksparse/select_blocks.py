@@ -170,6 +170,6 @@ def _ranked(
         within &= torch.arange(order.shape[3], device=order.device) < top_k
     if threshold is not None:
         shares = visible.softmax(3).gather(3, order)
-        # What came before has not reached the threshold; NaN never does.
+        # The blocks before have not reached the threshold; NaN never does.
         within &= ~(shares.cumsum(3) - shares >= threshold)
     return order, taken & (within | kept)

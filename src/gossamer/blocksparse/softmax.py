@@ -28,7 +28,7 @@ def softmax(
             cut blocks leave out (`Layout.elements`) take no part.
         mask: bool, True takes part: dense, broadcasting to `[..., M, N]`, or a `BlockSparseTensor` of x's layout.
             Elements that take no part are 0 in the result.
-        scale: what x is multiplied with first.
+        scale: a factor of x.
 
     Returns:
         `BlockSparseTensor` with x's layout and dtype, computed in float32. A row in which nothing takes part is zeros.

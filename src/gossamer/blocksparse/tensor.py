@@ -25,9 +25,9 @@ class BlockSparseTensor(Arithmetic):
     """Matrices of which only the blocks of a layout are stored.
 
     Args:
-        values: `[capacity, height, width]`, float, or integer or bool for what moves data: an ordinary tensor,
-            differentiable, the blocks in the layout's order. What stands behind the last block, or beyond the matrix
-            in a block that it cuts, takes no part.
+        values: `[capacity, height, width]`, float, or integer or bool for functions that move data: an ordinary
+            tensor, differentiable, the blocks in the layout's order. Numbers behind the last block, or beyond the
+            matrix in a block that it cuts, take no part.
         layout: which blocks these are; shared between tensors.
 
     Raises:

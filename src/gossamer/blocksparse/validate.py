@@ -1,4 +1,4 @@
-"""What is wrong with block-sparse tensors and layouts, and what does not fit together."""
+"""Mistakes in block-sparse tensors and layouts, and differences that keep them apart."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def validate(*operands: BlockSparseTensor | Layout) -> None:
 
 
 def _alone(layout: Layout) -> list[str]:
-    """What is wrong with a layout."""
+    """The mistakes in a layout."""
     nnz, room = int(layout.nnz), layout.capacity
     if nnz > room:
         return [f"{nnz} blocks are present, but there is room for {room}. Make the layout with capacity={nnz} or more."]

@@ -128,13 +128,13 @@ def _sae(randn: Randn) -> Iterator[Check]:
     x, W_enc, b_enc = randn(M, D), randn(D, N), randn(N)
     z = x.double() @ W_enc.double() + b_enc.double()
     threshold = torch.full((N,), 2.0, device=x.device)
-    ways: dict[str, tuple[Activation, Tensor]] = {
-        "relu": (gemm.ReLU(), z.relu()),
+    activations: dict[str, tuple[str | Activation, Tensor]] = {
+        "relu": ("relu", z.relu()),
         "jumprelu": (gemm.JumpReLU(threshold), torch.where(z > 2.0, z, 0)),
         "topk": (gemm.TopK(k), _largest(z, k)),
         "batchtopk": (gemm.BatchTopK(k), _largest(z.flatten(), k * M).view_as(z)),
     }
-    for name, (activation, want) in ways.items():
+    for name, (activation, want) in activations.items():
         yield Check("sae.encode", name, partial(sae.encode, x, W_enc, b_enc, activation), want)
     scale = W_enc.norm(dim=0)
     tanh = torch.tanh(scale.double() * dense).sum(-1)

@@ -46,8 +46,8 @@ class Block(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What checks find of a block, and what follows from that alone: M, K, N, D; costs with W_down by rows and by
-    columns, which the checks do not look at."""
+    """The findings of the checks of a block, and all that follows from them: M, K, N, D; costs with W_down by rows and
+    by columns, which the checks do not look at."""
 
     m: int
     k: int
@@ -152,11 +152,11 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
 
 
 def activated(block: Block) -> Tensor:
-    """What the activation lets through, dense `[..., N]`."""
+    """The output of the activation, dense `[..., N]`."""
     z = linear(block.x, block.gate_weight, block.gate_bias)
     if block.threshold is not None:
         return torch.where(z <= block.threshold.clamp(min=0), 0, z)
-    # In place a product stays in the cache, and nothing is allocated; what has a gradient is not overwritten.
+    # In place a product stays in the cache, and nothing is allocated; a tensor with a gradient is not overwritten.
     z = torch.relu(z) if torch.is_grad_enabled() else torch.relu_(z)
     return z.square() if block.activation == "relu2" else z
 

@@ -53,7 +53,7 @@ FILL = 512
 FEW_STARTS: dict[Path, float] = {"dense": 15e-6, "fused": 9.5e-6, "gather": 9e-6}
 """The same of up to FEW rows, with the wait for what is read first."""
 SEVERAL = 3.5e-6
-"""What gathering takes beside that of more than one row, with tensor cores."""
+"""Seconds that gathering takes beside that for more than one row, with tensor cores."""
 PIECES = 6.0, 2.0
 """How many times as long as whole rows it takes to read as many bytes of gathered weights, for one row, of which few
 are on their way at one time, and for several."""

@@ -44,7 +44,7 @@ def gated(
             `"fused"` computes all, gate and up in one product (`"dense"` with a threshold); `"dense"` is plain PyTorch.
             `"auto"` takes what is fastest by what is known: without `density`, `"gather"` on the CPU, unless the block
             is small; on a GPU a path that computes all.
-        density: what follows how sparse the block is from call to call, for `"auto"`.
+        density: the tracker that follows how sparse the block is from call to call, for `"auto"`.
         with_activity: whether the result is a pair whose second is an `ffn.Activity`: L1, which has a gradient, L0, and
             on how many rows each neuron fired. Without gradients a block then computes all.
         gate_bias, up_bias: `[N]`, added in float32, or None.

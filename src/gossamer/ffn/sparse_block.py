@@ -1,9 +1,9 @@
-"""What a module keeps of its sparse feed-forward block from one call to the next."""
+"""The state of a sparse feed-forward block that a module keeps from one call to the next."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -83,7 +83,7 @@ class SparseBlock:
         with_activity: bool = False,
     ) -> Any:
         """The block's result `[..., D]` as of `gated`, or of `plain` where up_weight is None; None, and nothing
-        computed, where the activation is not sparse, or a gradient is needed and the way computes all. `recompute` is
+        computed, where the activation is not sparse, or a gradient is needed and the path computes all. `recompute` is
         for gradients of a gated block that "auto" computes whole, as in `gemm.gated_mlp`. With `with_activity` the
         result is a pair, as of `gated`."""
         operands = (x, gate_weight, gate_bias, None, up_weight, up_bias, down_weight, down_bias)
@@ -113,14 +113,14 @@ class SparseBlock:
             tracker.last_path = path
         return path
 
-    def again(self, x: Tensor, weights: tuple[Any, ...], activation: str) -> Tensor | None:
+    def again(self, x: Tensor, weights: Sequence[Any], activation: str) -> Tensor | None:
         """The result of a "gather" call that `settled` names, by the launches of an earlier call on a GPU; None, and
         nothing computed, where there was none, or somebody listens. Weights and biases are those of a call."""
         if not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
             return None
         flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-        options = activation == "relu2", False
-        found = sparse_ffn.again(SparseFfn._make((flat, *weights[:2], None, *weights[2:], *options)))
+        call = (flat, *weights[:2], None, *weights[2:], activation == "relu2", False)
+        found = sparse_ffn.again(tuple.__new__(SparseFfn, call))
         if found is None:
             return None
         self.density.looked += 1

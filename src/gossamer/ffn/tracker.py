@@ -91,7 +91,7 @@ class BlockTracker:
             choose: from what is known, or None, and whether the host launches the path now, to the path's name; pure.
                 A graph and a compiled region take the path that the device alone would.
             due: false where nothing is recorded, so that nothing new is known either.
-            key: what else `choose` follows, such as the number of rows: its answers are kept until more is known.
+            key: the other facts that `choose` follows, as the number of rows: its answers are kept until more is known.
         """
         if torch.compiler.is_compiling():
             # A string is a guard that rarely changes; statistics would be one that always does.

@@ -129,7 +129,7 @@ def differentiable(
     dense: Callable[[Block], Tensor],
     with_activity: bool = False,
 ) -> tuple[Tensor, Activity | None]:
-    """The block's result with gradients; sizes: M, K, N, D; `dense`: the way that computes everything."""
+    """The block's result with gradients; sizes: M, K, N, D; `dense`: the path that computes everything."""
     m, _, n, _ = sizes
     tracker = density if method == "auto" else None
     known = activity = None

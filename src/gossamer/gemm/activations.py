@@ -6,13 +6,14 @@
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from gossamer._core import checks
 
 
 class Parameters(NamedTuple):
-    """What operators, which take plain tensors and numbers, are told of an activation."""
+    """The plain tensors and numbers by which operators know an activation."""
 
     name: str
     k: int = 0
@@ -24,23 +25,16 @@ class Parameters(NamedTuple):
 
 @dataclass(frozen=True)
 class ReLU:
-    """Keeps z > 0. The string `"relu"` is the same.
-
-    >>> ReLU()
-    ReLU()
-    """
+    """Keeps z > 0: `"relu"`."""
 
     parameters = Parameters("relu")
 
 
 @dataclass(frozen=True)
 class ReLU2:
-    """Keeps z > 0 and squares it. The string `"relu2"` is the same.
+    """Keeps z > 0 and squares it: `"relu2"`.
 
     Source: So et al. 2021, "Primer: Searching for Efficient Transformers for Language Modeling".
-
-    >>> ReLU2()
-    ReLU2()
     """
 
     parameters = Parameters("relu2")
@@ -76,7 +70,7 @@ class JumpReLU:
 
     def __post_init__(self) -> None:
         operator = "gemm.JumpReLU"
-        # Values may be made for each call. What is rare is refused where they are used.
+        # Values may be made for each call. Rare errors are found where values are used.
         if not isinstance(self.threshold, Tensor) or self.threshold.dtype not in checks.FLOATS:
             checks.floating(operator, threshold=self.threshold)
         if self.threshold.dim() > 1:
@@ -101,8 +95,8 @@ class TopK:
 
     Args:
         k: entries a row.
-        scale: `[N]`, above 0, or None: what is largest of z * scale is kept then, for instance with the norms of
-            decoder rows that are not 1. What is stored is z all the same, and scale has no gradient.
+        scale: `[N]`, above 0, or None: the entries with the largest z * scale are kept then, for instance with the
+            norms of decoder rows that are not 1. Stored values are z all the same, and scale has no gradient.
 
     Raises:
         TypeError: k is no int, or scale no floating tensor.
@@ -173,6 +167,43 @@ class BatchTopK(TopK):
     @property
     def parameters(self) -> Parameters:
         return Parameters("batchtopk", self.k, scale=self.scale)
+
+
+@dataclass(frozen=True)
+class ClampedSwiGLU:
+    """The gate of open-weight mixture-of-experts models: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), where
+    g is min(gate, limit). For `gemm.linear_glu`, `gemm.gated_mlp` and `nn.GatedMLP`, where PyTorch computes it.
+
+    A call with gate returns its part, g * sigmoid(alpha * g).
+
+    Args:
+        alpha: of the sigmoid, above 0.
+        limit: of gate and up, above 0.
+
+    Raises:
+        TypeError: alpha or limit is no number.
+        ValueError: alpha or limit is not above 0.
+
+    Source: the model gpt-oss, Hugging Face's `GptOssExperts`.
+
+    >>> ClampedSwiGLU()
+    ClampedSwiGLU(alpha=1.702, limit=7.0)
+    """
+
+    alpha: float = 1.702
+    limit: float = 7.0
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "limit"):
+            checks.number("gemm.ClampedSwiGLU", name, getattr(self, name), "gpt-oss has 1.702 and 7.0.")
+
+    def __call__(self, gate: Tensor) -> Tensor:
+        gate = gate.clamp(max=self.limit)
+        return gate * torch.sigmoid(self.alpha * gate)
+
+    def factor(self, up: Tensor) -> Tensor:
+        """The factor that up becomes, clamp(up, -limit, limit) + 1."""
+        return up.clamp(-self.limit, self.limit) + 1
 
 
 Activation = ReLU | ReLU2 | JumpReLU | TopK

@@ -12,11 +12,11 @@ from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient, refuse_second
 from gossamer.gemm._torch.linear_glu import gated_mlp_bwd as _cpu
 from gossamer.gemm._torch.linear_glu import linear
-from gossamer.gemm.linear_glu import check_operands, linear_glu_operator, products_bwd
+from gossamer.gemm.linear_glu import Gate, by_pytorch, check_operands, linear_glu_operator, products_bwd
 from gossamer.gemm.records import GatedMlpBwd, LinearGlu
 from gossamer.rowsparse.formats import sums_over_rows
 
-_checked: Checked[str] = Checked()
+_checked: Checked[Any] = Checked()
 
 
 def gated_mlp(
@@ -25,7 +25,7 @@ def gated_mlp(
     up_weight: Tensor | None,
     down_weight: Tensor,
     *,
-    activation: str = "silu",
+    activation: Gate = "silu",
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
@@ -55,7 +55,7 @@ def gated_mlp(
     """
     operands = (x, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias)
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    key = None if autocasts else key_of(operands, (activation,))
+    key = None if autocasts or callable(activation) else key_of(operands, (activation,))
     name = _checked.get(key)
     if name is None:
         name = _check(operands, activation)
@@ -65,6 +65,8 @@ def gated_mlp(
         weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
         checks.same_dtype("gemm.gated_mlp", "x", x, **weights)
         _checked.keep(key, name)
+    if callable(name):
+        return by_pytorch((x, gate_weight, up_weight, gate_bias, up_bias), name, recompute, down_weight, down_bias)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if needs_gradient(*operands):
         out = _GatedMLP.apply(flat, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias, name, recompute)
@@ -74,8 +76,8 @@ def gated_mlp(
     return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
 
 
-def _check(operands: tuple[Any, ...], activation: str) -> str:
-    """The activation's name in `linear_glu`; raises where an operand does not fit."""
+def _check(operands: tuple[Any, ...], activation: Gate) -> Gate:
+    """The activation as `linear_glu` takes it; raises where an operand does not fit."""
     operator = "gemm.gated_mlp"
     x, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias = operands
     name = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
@@ -110,7 +112,7 @@ class _GatedMLP(torch.autograd.Function):
         ctx.save_for_backward(x, gate_weight, up_weight, down_weight, *((gate_bias, up_bias) if recompute else kept))
         ctx.bias_dtypes = [None if bias is None else bias.dtype for bias in (gate_bias, up_bias, down_bias)]
         ctx.activation, ctx.recompute = activation, recompute
-        # What sees tensors that are saved now may have them still when they are overwritten.
+        # Hooks that see saved tensors now may have them still when they are overwritten.
         hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(True)
         ctx.hooked = hooks is not None
         with autocast.disabled(x.device):

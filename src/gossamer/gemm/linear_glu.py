@@ -1,10 +1,12 @@
 """Gated linear units in one product (SwiGLU, GEGLU, ReGLU, GLU, bilinear)."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
@@ -12,14 +14,16 @@ from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.gemm._torch import linear_glu as _cpu
 from gossamer.gemm._torch.linear_glu import GATES as GATES
+from gossamer.gemm._torch.linear_glu import gated as gated
 from gossamer.gemm.linear_glu_path import PATHS, choose_path
-from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd
+from gossamer.gemm.records import GluBwd, LinearGlu, LinearGluBwd, LinearGluOut
 from gossamer.rowsparse.formats import sums_over_rows
 
 ALIASES = {"swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh", "linear": "identity"}
 """Hugging Face's names for the same activations."""
 
-_checked: Checked[str] = Checked()
+Gate = str | Callable[[Tensor], Tensor]
+_checked: Checked[Any] = Checked()
 
 
 def linear_glu(
@@ -27,10 +31,11 @@ def linear_glu(
     gate_weight: Tensor,
     up_weight: Tensor | None = None,
     *,
-    activation: str = "silu",
+    activation: Gate = "silu",
     gate_bias: Tensor | None = None,
     up_bias: Tensor | None = None,
     recompute: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """activation(x @ gate_weight.T + gate_bias) * (x @ up_weight.T + up_bias), writing the result alone.
 
@@ -40,19 +45,25 @@ def linear_glu(
             the gate's rows, then the rows of up.
         up_weight: `[N, K]`, or None where gate_weight has both. Nothing is copied to bring two parameters together.
         activation: of the gate: `"silu"`, `"gelu"`, `"gelu_tanh"`, `"relu"`, `"relu2"` (squared), `"sigmoid"`,
-            `"identity"`, or Hugging Face's names `"swish"`, `"gelu_new"`, `"gelu_pytorch_tanh"`, `"linear"`.
+            `"identity"`, or Hugging Face's names `"swish"`, `"gelu_new"`, `"gelu_pytorch_tanh"`, `"linear"`. PyTorch's
+            operators compute all of a call with a `ClampedSwiGLU`, or any other function of a tensor, such as an
+            `nn.Module` or `torch.tanh`: no kernel fuses them.
         gate_bias, up_bias: `[N]`, added in float32, or None.
-        recompute: what a backward pass finds. False keeps gate and up, twice the size of the result; True keeps
-            nothing but x and the weights, and computes the two again.
+        recompute: False keeps gate and up for the backward pass, twice the size of the result; True keeps nothing but
+            x and the weights, and computes the two again.
+        out: a contiguous tensor that the result is written to, `[..., N]` in the dtype of the weights, with memory of
+            its own; for a named activation, where no gradient is needed. None makes a new tensor.
 
     Returns:
-        `[..., N]` in the dtype of the weights, differentiable in x, weights and biases. Sums and gating are float32
-        (float64 for float64). The result is rounded once on a GPU with few rows, and on Hopper from M * N * K of 2e10
-        on; where the library multiplies (docs/gemm.md) its products are rounded before they are gated.
+        `[..., N]` in the dtype of the weights, differentiable in x, weights and biases; or `out`. Sums and gating are
+        float32 (float64 for float64). The result is rounded once on a GPU with few rows, and on Hopper from M * N * K
+        of 2e10 on; where the library multiplies (docs/gemm.md) its products are rounded before they are gated.
 
     Raises:
-        ValueError: shapes or devices do not fit, or an unknown activation.
+        ValueError: shapes or devices do not fit, an unknown activation, or out is not contiguous, shares memory with an
+            operand, or comes with a function as activation.
         TypeError: dtypes differ or are not floating.
+        NotImplementedError: out where a gradient is needed.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Tantaru 2025, "Towards Better Kernels for Gated MLP".
 
@@ -60,20 +71,60 @@ def linear_glu(
     [[6.0]]
     """
     operator = "gemm.linear_glu"
+    operands = (x, gate_weight, up_weight, gate_bias, up_bias)
     autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    key = None if autocasts else key_of((x, gate_weight, up_weight, gate_bias, up_bias), (activation,))
+    # A kept key would keep a module.
+    key = None if autocasts or callable(activation) else key_of(operands, (activation,))
     name = _checked.get(key)
     if name is None:
-        name = check_operands(operator, x, gate_weight, up_weight, gate_bias, up_bias, activation)
+        name = check_operands(operator, *operands, activation)
         if autocasts:
             x, gate_weight, up_weight = autocast.cast(x, gate_weight, up_weight)  # type: ignore[assignment]
+            operands = (x, gate_weight, up_weight, gate_bias, up_bias)
         checks.same_dtype(operator, "x", x, gate_weight=gate_weight, up_weight=up_weight)
         _checked.keep(key, name)
-    operands = (x, gate_weight, up_weight, gate_bias, up_bias)
-    keep = not recompute and needs_gradient(*operands)
+    needed = needs_gradient(*operands)
+    if out is not None:
+        _check_out(operator, out, operands, needed, name)
+    if callable(name):
+        return by_pytorch(operands, name, recompute)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    out = linear_glu_operator(LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, name, keep))[0]
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+    if out is not None:
+        _linear_glu_out(LinearGluOut(flat, *operands[1:], name, out.view(flat.shape[0], out.shape[-1])))
+        return out
+    made = linear_glu_operator(LinearGlu(flat, *operands[1:], name, needed and not recompute))[0]
+    return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[1])
+
+
+def by_pytorch(operands: Any, activation: Callable[[Tensor], Tensor], recompute: bool, *down: Tensor | None) -> Tensor:
+    """What a function as activation gates, and its product with `down`, a weight and a bias, if they are given."""
+
+    def compute() -> Tensor:
+        gate, up = _cpu.products(*operands)
+        hidden = gated(activation, gate, up)[1].to(up.dtype)
+        return _cpu.linear(hidden, *down) if down else hidden  # type: ignore[arg-type]
+
+    return checkpoint(compute, use_reentrant=False) if recompute else compute()
+
+
+def _check_out(operator: str, out: Tensor, operands: tuple[Any, ...], needed: bool, activation: Gate) -> None:
+    x, gate_weight, up_weight, *_ = operands
+    if callable(activation):
+        raise ValueError(f"{operator}: out must be None with a function as activation. Copy the result instead.")
+    if needed or out.requires_grad:
+        raise NotImplementedError(
+            f"{operator}: out has no gradient. Leave it out, or call under torch.no_grad() with an out that needs none."
+        )
+    checks.floating(operator, out=out)
+    n = gate_weight.shape[0] // (2 if up_weight is None else 1)
+    checks.shape(operator, "out", out, (*x.shape[:-1], n), "[..., N]", "like x and the weights")
+    checks.same_device(operator, "x", x.device, out=out)
+    checks.same_dtype(operator, "x", x, out=out)
+    if not out.is_contiguous():
+        raise ValueError(f"{operator}: out must be contiguous, got strides {list(out.stride())}.")
+    storage = None if torch.compiler.is_compiling() else out.untyped_storage().data_ptr()
+    if storage and any(t is not None and t.untyped_storage().data_ptr() == storage for t in operands):
+        raise ValueError(f"{operator}: out must have memory of its own, got a view of that of an operand.")
 
 
 def check_operands(
@@ -83,9 +134,9 @@ def check_operands(
     up_weight: Tensor | None,
     gate_bias: Tensor | None,
     up_bias: Tensor | None,
-    activation: str,
-) -> str:
-    """The activation's name here; raises where an operand does not fit."""
+    activation: Gate,
+) -> Gate:
+    """The activation's name here, or the function itself; raises where an operand does not fit."""
     optional = {"up_weight": up_weight, "gate_bias": gate_bias, "up_bias": up_bias}
     given = {name: tensor for name, tensor in optional.items() if tensor is not None}
     checks.floating(operator, x=x, gate_weight=gate_weight, **given)
@@ -110,12 +161,14 @@ def check_operands(
     return activation_name(operator, activation)
 
 
-def activation_name(operator: str, activation: str) -> str:
-    """What an activation is called here; ValueError where it is none that a gate may have."""
+def activation_name(operator: str, activation: Gate) -> Any:
+    """The name of an activation here, or the function itself; ValueError where it is none that a gate may have."""
+    if callable(activation):
+        return activation
     name = ALIASES.get(activation, activation) if isinstance(activation, str) else None
     if name not in GATES:
         known = ", ".join((*GATES, *ALIASES))
-        raise ValueError(f"{operator}: activation must be one of {known}, got {activation!r}.")
+        raise ValueError(f"{operator}: activation must be one of {known}, or a function, got {activation!r}.")
     return name
 
 
@@ -181,6 +234,13 @@ def linear_glu_operator() -> Any:
     from gossamer.gemm._triton.linear_glu import linear_glu
 
     return linear_glu
+
+
+@register(LinearGluOut, cpu=_cpu.linear_glu_out, fake=lambda call: None, repeats=True)
+def _linear_glu_out() -> Any:
+    from gossamer.gemm._triton.linear_glu import linear_glu_out
+
+    return linear_glu_out
 
 
 @register(

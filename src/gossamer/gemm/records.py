@@ -19,6 +19,18 @@ class LinearGlu(NamedTuple):
     keep: bool
 
 
+class LinearGluOut(NamedTuple):
+    """Operands of `LinearGlu`, and the contiguous `[M, N]` that the result is written to."""
+
+    x: Strided
+    gate_weight: Strided
+    up_weight: Strided | None
+    gate_bias: Tensor | None
+    up_bias: Tensor | None
+    activation: str
+    out: Written
+
+
 class LinearGluBwd(NamedTuple):
     """The gradient of the result, `[M, N]`, and operands of `LinearGlu`."""
 

@@ -5,6 +5,7 @@ from gossamer.nn.block_sparse_attention import BlockSparseAttention
 from gossamer.nn.block_sparse_linear import BlockSparseLinear
 from gossamer.nn.block_sparse_rowwise import BlockSparseRowwise
 from gossamer.nn.checkpoint import load_sae, save_sae
+from gossamer.nn.cross_layer import Crosscoder, CrossLayerTranscoder
 from gossamer.nn.distributed import data_parallel_sae, shard_sae
 from gossamer.nn.gated import GatedSAE
 from gossamer.nn.gated_sparse_attention import GatedSparseAttention
@@ -14,18 +15,22 @@ from gossamer.nn.mlp import MLP, GatedMLP
 from gossamer.nn.neuron_parallel import NeuronParallel
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, TopKSAE
 from gossamer.nn.standard import StandardSAE
-from gossamer.nn.transcoder import Transcoder
+from gossamer.nn.transcoder import BatchTopKTranscoder, JumpReLUTranscoder, Transcoder
 
 __all__ = [
     "AttentionCache",
     "BatchTopKSAE",
+    "BatchTopKTranscoder",
     "BlockSparseAttention",
     "BlockSparseLinear",
     "BlockSparseRowwise",
+    "CrossLayerTranscoder",
+    "Crosscoder",
     "GatedMLP",
     "GatedSAE",
     "GatedSparseAttention",
     "JumpReLUSAE",
+    "JumpReLUTranscoder",
     "MLP",
     "MatryoshkaBatchTopKSAE",
     "MatryoshkaSAE",

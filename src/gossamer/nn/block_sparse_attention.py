@@ -8,8 +8,9 @@ from inspect import signature
 import torch
 from torch import Tensor, nn
 
-from gossamer import attention, blocksparse
+from gossamer import blocksparse
 from gossamer._core import checks
+from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.blocksparse import Layout, Relative
 from gossamer.nn.gated_sparse_attention import RotaryEmbedding
 from gossamer.nn.plain import why_called
@@ -171,7 +172,7 @@ class BlockSparseAttention(nn.Module):
             cos, sin = self.rotary_emb(position_ids)
             heads = self.num_heads, self.num_kv_heads
             plain = {"value_gate": False, "output_gate": False}
-            q, k, v, _ = attention.rotary_gates(torch.cat([q, k, v], -1), cos, sin, *heads, **plain)
+            q, k, v, _ = rotary_gates(torch.cat([q, k, v], -1), cos, sin, *heads, **plain)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _layout(self, q: Tensor, k: Tensor, lengths: Tensor | None) -> Layout:

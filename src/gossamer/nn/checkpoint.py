@@ -1,4 +1,4 @@
-"""Autoencoders on disk, in the layouts of SAELens and of EleutherAI's sparsify: JSON and safetensors, no pickle."""
+"""Autoencoders on disk, in the layouts of SAELens, of EleutherAI's sparsify and of circuit-tracer, without pickle."""
 
 import hashlib
 import json
@@ -13,12 +13,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer._core import checks, files
+from gossamer.nn import _circuit_tracer
+from gossamer.nn.cross_layer import CrossLayerTranscoder
 from gossamer.nn.gated import GatedSAE
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
 from gossamer.nn.sae import BatchTopKSAE, SparseAutoencoder, TopKSAE
 from gossamer.nn.standard import StandardSAE
-from gossamer.nn.transcoder import Transcoder
+from gossamer.nn.transcoder import Transcoder, Transcoding
 
 _CONFIG = "cfg.json"
 _SAE_LENS, _SPARSIFY, _TRAINING = "sae_weights.safetensors", "sae.safetensors", "training_state.safetensors"
@@ -75,17 +77,20 @@ _SETTINGS_OF_SAE_LENS: dict[type[Model], dict[str, str]] = {
 """SAELens's names of the settings that its trainable SAEs have too."""
 
 
-def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> None:
+def save_sae(model: Model | CrossLayerTranscoder, folder: str | Path, *, layout: str = "sae_lens") -> None:
     """Writes an autoencoder where `load_sae`, and the library whose layout it is, find it.
 
     Args:
         model: the autoencoder, on any device.
-        folder: made if it is not there; files of the same names are replaced, each whole or not at all.
+        folder: made if it is not there; files of the same names are replaced, each whole or not at all. Of one
+            transcoder in circuit-tracer's layout it is the `.safetensors` file.
         layout: `"sae_lens"` writes `cfg.json`, `sae_weights.safetensors` (`log_threshold` as `threshold`; BatchTopK as
             the JumpReLU that it is when it is not trained; nested widths as settings of this package). `"sparsify"`
             writes `cfg.json` and `sae.safetensors`, and is for `TopKSAE`, `MatryoshkaSAE` and `Transcoder`; sparsify
             does not read one with d_in other than d_out. Beside either lies `training_state.safetensors` with the
-            firing statistics, which those libraries do not read.
+            firing statistics, which those libraries do not read. `"circuit_tracer"` writes tensors alone, of
+            `JumpReLUTranscoder`, of `BatchTopKTranscoder` as the JumpReLU that it is when it is not trained, and of a
+            `CrossLayerTranscoder` of these: `W_enc_0.safetensors`, `W_dec_0.safetensors` and so on.
 
     Raises:
         TypeError: model is no autoencoder of this package, a slice of one (`shard_sae`), or one with other tensors than
@@ -93,27 +98,33 @@ def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> N
         ValueError: an unknown layout, or one that has no place for the model; a folder that is a file.
         OSError: the disk is full, for example; errno is the system's.
 
-    Source: SAELens's `save_model` and sparsify's `save_to_disk`.
+    Source: SAELens's `save_model`, sparsify's `save_to_disk` and circuit-tracer's `to_safetensors`.
 
     >>> import tempfile
     >>> save_sae(TopKSAE(4, 16, k=2), tempfile.mkdtemp())
     """
     operator = "nn.save_sae"
+    if layout == "circuit_tracer":
+        made = _circuit_tracer.tensors_of(operator, model, Path(folder))
+        files.make_folder(operator, "folder", next(iter(made)).parent)
+        for file, found in made.items():
+            _write(file, {name: tensor.detach() for name, tensor in found.items()})
+        return
     if not isinstance(model, Model):
         raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
     if model.sharded:
         raise TypeError(f"{operator}: model holds a slice of its latents, by nn.shard_sae. Save model.gathered().")
     if layout not in ("sae_lens", "sparsify"):
-        raise ValueError(f'{operator}: layout must be "sae_lens" or "sparsify", got {layout!r}.')
+        raise ValueError(f'{operator}: layout must be "sae_lens", "sparsify" or "circuit_tracer", got {layout!r}.')
     if layout == "sparsify" and not isinstance(model, TopKSAE | Transcoder):
         raise ValueError(
             f'{operator}: layout="sparsify" has TopK alone, and no place for a {type(model).__name__}. '
             'Use layout="sae_lens".'
         )
-    if isinstance(model, Transcoder) and layout == "sae_lens":
+    if isinstance(model, Transcoding) and layout == "sae_lens":
+        other = "sparsify" if isinstance(model, Transcoder) else "circuit_tracer"
         raise ValueError(
-            f'{operator}: layout="sae_lens" has no place for a TopK Transcoder, and SAELens has no such module. '
-            'Use layout="sparsify".'
+            f'{operator}: layout="sae_lens" has no place for a {type(model).__name__} here. Use layout="{other}".'
         )
     beside = (*_STATISTICS, *_STEERING)
     tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in beside}
@@ -165,20 +176,20 @@ def save_sae(model: Model, folder: str | Path, *, layout: str = "sae_lens") -> N
     _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n"))
 
 
-def load_sae(
-    folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None
-) -> Model:
-    """Reads an autoencoder that `save_sae`, SAELens or sparsify wrote.
+def load_sae(folder: str | Path, *, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> Any:
+    """Reads an autoencoder that `save_sae`, SAELens, sparsify or circuit-tracer wrote.
 
     Args:
-        folder: with `cfg.json` beside `sae_weights.safetensors` (SAELens) or `sae.safetensors` (sparsify).
+        folder: with `cfg.json` beside `sae_weights.safetensors` (SAELens) or `sae.safetensors` (sparsify). In
+            circuit-tracer's layout it is the folder of a cross-layer transcoder, or the file of a transcoder.
         device: of the parameters; None takes PyTorch's default.
         dtype: of the weights; None takes the file's. Biases and thresholds are float32 at least.
 
     Returns:
         `TopKSAE`, `StandardSAE` or `GatedSAE`; `JumpReLUSAE`, which SAELens also makes of a BatchTopK or Matryoshka
         SAE; `BatchTopKSAE`, `MatryoshkaSAE` or `MatryoshkaBatchTopKSAE`, where `save_sae` wrote one; or `Transcoder`,
-        for a transcoder of sparsify or a skip connection. Whether b_dec is subtracted
+        for a transcoder of sparsify or a skip connection; of circuit-tracer `JumpReLUTranscoder`, or
+        `CrossLayerTranscoder` of them. Whether b_dec is subtracted
         from the input, and decoder norms that rescale the selection, are folded into b_enc and the weights: the
         function is the same. Settings of training come from the files, or are the defaults: the settings that
         `save_sae` or SAELens's trainable SAEs wrote, as far as these modules have them (docs/sae.md lists them), and
@@ -190,7 +201,7 @@ def load_sae(
             a file that is cut short, that of the statistics too.
         TypeError: a dtype that is not floating.
 
-    Source: SAELens's `load_from_disk` and sparsify's `load_from_disk`.
+    Source: SAELens's and sparsify's `load_from_disk`, and circuit-tracer's `load_clt` and `load_relu_transcoder`.
 
     >>> import tempfile; folder = tempfile.mkdtemp()
     >>> save_sae(TopKSAE(4, 16, k=2), folder); load_sae(folder)
@@ -199,6 +210,8 @@ def load_sae(
     operator = "nn.load_sae"
     folder = Path(folder)
     checks.float_dtype(operator, "dtype", dtype, "Biases and thresholds are float32 at least in any case.")
+    if folder.is_file() or (folder / "W_enc_0.safetensors").is_file():
+        return _circuit_tracer.load(lambda file: _read(operator, file), folder, dtype=dtype, device=device)
     there = [name for name in (_SAE_LENS, _SPARSIFY) if (folder / name).is_file()]
     if not there or not (folder / _CONFIG).is_file():
         raise FileNotFoundError(f"{operator}: {folder} must hold {_CONFIG} and {_SAE_LENS} or {_SPARSIFY}.")
@@ -372,7 +385,7 @@ def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str,
         # As they will be in the module, so that the thresholds and biases below fit them.
         wide |= {name: wide[name].to(model.W_enc.dtype).to(wide[name].dtype) for name in ("W_enc", "W_dec")}
         tensors |= {name: wide[name] for name in ("W_enc", "W_dec", "b_enc")}
-    subtracts = not isinstance(model, JumpReLUSAE | Transcoder)
+    subtracts = not isinstance(model, JumpReLUSAE | Transcoding)
     if config.get("apply_b_dec_to_input", True) != subtracts:
         shift = wide["b_dec"] @ wide["W_enc"] * (1 if subtracts else -1)
         for name in {"b_enc", "b_gate", "b_mag"} & tensors.keys():

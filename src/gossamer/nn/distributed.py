@@ -18,13 +18,16 @@ from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, SparseAutoencoder, TopKSAE
 from gossamer.nn.standard import StandardSAE
-from gossamer.nn.transcoder import Transcoder
+from gossamer.nn.transcoder import BatchTopKTranscoder, JumpReLUTranscoder, Transcoder
 from gossamer.sae.sharded import check_group, sum_over
 
 _WHOLE = ("b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering")
 """Tensors that every rank holds whole."""
 
-_SPREAD = (TopKSAE, BatchTopKSAE, MatryoshkaSAE, MatryoshkaBatchTopKSAE, JumpReLUSAE, StandardSAE, GatedSAE, Transcoder)
+_SPREAD = (
+    *(TopKSAE, BatchTopKSAE, MatryoshkaSAE, MatryoshkaBatchTopKSAE, JumpReLUSAE, StandardSAE, GatedSAE),
+    *(BatchTopKTranscoder, JumpReLUTranscoder, Transcoder),
+)
 """The classes whose latents may be spread."""
 
 Kind = TypeVar("Kind", bound=SparseAutoencoder)

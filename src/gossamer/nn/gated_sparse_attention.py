@@ -16,6 +16,7 @@ from gossamer._core.compiling import together
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.adaptive_k import numbers_of_keys, score_statistics
+from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.attention.selection import everything
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.adaptive_rule import AdaptiveRule
@@ -496,7 +497,7 @@ class GatedSparseAttention(nn.Module):
     def _turn(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k and v `[B, heads, T, D]`, and the output's gate or None."""
         with span("gsa/value_gate, rotary_emb"):
-            q, k, v, out_gate = attention.rotary_gates(
+            q, k, v, out_gate = rotary_gates(
                 y,
                 cos,
                 sin,

@@ -27,7 +27,7 @@ class Nested(Reviving):
         inner_weights: Sequence[float] | None = None,
         **options: Any,
     ) -> None:
-        super().__init__(d_in, d_sae, k, **options)  # type: ignore[arg-type]
+        super().__init__(d_in, d_sae, k, **options)
         operator = f"nn.{type(self).__name__}"
         widths = sorted({max(d_sae // 4, 1), d_sae}) if widths is None else widths
         for width in widths:
@@ -155,25 +155,23 @@ class _Nested(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, pull: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        (target, b_dec, parts), found, whole = ctx.dtypes, [], pull
-        for residual, grad in zip(reversed(ctx.saved_tensors), reversed(grads)):
-            pull = torch.addcmul(pull, residual, -2 * grad[..., None])
-            found.append(pull.to(parts))
-        return (whole - pull).to(target), pull.flatten(0, -2).sum(0).to(b_dec), torch.stack(found[::-1])
+        (target, b_dec, parts), whole = ctx.dtypes, pull
+        found = pull.new_empty((len(grads), *pull.shape), dtype=parts)
+        for at, residual in reversed([*enumerate(ctx.saved_tensors)]):
+            pull = torch.addcmul(pull, residual, -2 * grads[at][..., None])
+            found[at] = pull
+        return (whole - pull).to(target), pull.flatten(0, -2).sum(0).to(b_dec), found
 
 
 def by_width(rows: Rows, widths: Sequence[int]) -> Rows:
     """`(W, ..., N)`: of each row the entries from one width to the next. They lie side by side, because columns ascend
     in a row, so that the buffers stay as they are."""
     values, indices, (starts, counts), _ = rows.packed
-    ends = []
-    for width in widths:
-        if width == rows.num_columns:
-            ends.append(counts)
-            continue
-        # Of all slots before each one, those with a column below the width.
-        before = torch.nn.functional.pad((indices < width).cumsum(0), (1, 0))
-        ends.append(before[starts + counts] - before[starts])
-    begins = [torch.zeros_like(counts), *ends[:-1]]
-    cut = [torch.cat([starts + begin for begin in begins]), torch.cat([b - a for a, b in zip(begins, ends)])]
-    return unchecked(values, indices, torch.stack(cut), (len(widths), *rows.shape))
+    inner = [width for width in widths if width < rows.num_columns]
+    # Of all slots before each one, those with a column below each width.
+    below = torch.stack([indices < width for width in inner or (0,)])[: len(inner)]
+    before = torch.nn.functional.pad(below.cumsum(1), (1, 0))
+    ends = before[:, starts + counts] - before[:, starts]
+    ends = torch.cat([torch.zeros_like(counts)[None], ends, counts.expand(len(widths) - len(inner), -1)])
+    cut = torch.stack([(starts + ends[:-1]).flatten(), ends.diff(dim=0).flatten()])
+    return unchecked(values, indices, cut, (len(widths), *rows.shape))

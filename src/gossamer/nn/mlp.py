@@ -10,7 +10,7 @@ from gossamer import gemm
 from gossamer._core import checks
 from gossamer.ffn import Activity, BlockTracker, SparseBlock
 from gossamer.ffn.block import NAMES
-from gossamer.gemm.linear_glu import GATES, activation_name
+from gossamer.gemm.linear_glu import Gate, activation_name, gated
 from gossamer.nn.plain import of_parts, weight_and_bias, why_called
 
 _GATED, _PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
@@ -28,7 +28,7 @@ class _Sparse(nn.Module):
 
     down_proj: nn.Linear
 
-    def __init__(self, operator: str, activation: str, method: str, l1: bool) -> None:
+    def __init__(self, operator: str, activation: Gate, method: str, l1: bool) -> None:
         super().__init__()
         self.l1 = l1
         self.activation = activation_name(operator, activation)
@@ -80,9 +80,11 @@ class _Sparse(nn.Module):
     def _layer_by_layer(self, x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> Any:
         """The result, with the activity where it is asked for. A returned tensor is seen by the hooks of `fully_shard`
         and by `torch.compile`, which an attribute is not."""
-        active = GATES[self.activation](gate(x))
-        hidden = active if up is None else active * up(x)
+        active, hidden = gated(self.activation, gate(x), None if up is None else up(x))
         return Outputs(down(hidden), Activity.of(active, hidden)) if self.l1 else down(hidden)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
 
 
 class GatedMLP(_Sparse):
@@ -95,7 +97,7 @@ class GatedMLP(_Sparse):
     Args:
         hidden_size: of x and of the result.
         intermediate_size: number of neurons.
-        activation: of the gate, as in `gemm.linear_glu`.
+        activation: of the gate, as in `gemm.linear_glu`; a module becomes a part of this one.
         bias: whether the three layers have one.
         recompute: as in `gemm.gated_mlp`: whether a backward pass computes gate and up again instead of keeping them,
             and so keeps nothing.
@@ -103,8 +105,8 @@ class GatedMLP(_Sparse):
             computes everything, gate and up in one product; `"auto"` follows how sparse the block was a few calls ago,
             and in a CUDA graph takes the path of the counts by then.
         l1: whether a call returns `(out, activity)`, an `ffn.Activity` beside the result: L1 for the loss, L0, and on
-            how many tokens each neuron fired. Such a call computes all, unless `method` takes a path on lists of active
-            entries where a gradient is needed.
+            how many tokens each neuron fired. The call then computes all, unless `method` takes a path on lists of
+            active entries where a gradient is needed.
         dtype: of the parameters; None takes PyTorch's default.
         device: of the parameters.
 
@@ -130,7 +132,7 @@ class GatedMLP(_Sparse):
         self,
         hidden_size: int,
         intermediate_size: int,
-        activation: str = "silu",
+        activation: Gate = "silu",
         bias: bool = False,
         *,
         recompute: bool = False,
@@ -170,7 +172,7 @@ class GatedMLP(_Sparse):
         )
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}" + (", recompute=True" if self.recompute else "")
+        return super().extra_repr() + (", recompute=True" if self.recompute else "")
 
 
 class MLP(_Sparse):
@@ -196,7 +198,7 @@ class MLP(_Sparse):
         self,
         hidden_size: int,
         intermediate_size: int,
-        activation: str = "gelu",
+        activation: Gate = "gelu",
         bias: bool = False,
         *,
         method: str = "dense",
@@ -204,6 +206,8 @@ class MLP(_Sparse):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if isinstance(activation, gemm.ClampedSwiGLU):
+            raise ValueError("nn.MLP: activation must not be a ClampedSwiGLU, which needs a gate. Use nn.GatedMLP.")
         super().__init__("nn.MLP", activation, method, l1)
         _check_sizes("nn.MLP", hidden_size, intermediate_size)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
@@ -219,9 +223,6 @@ class MLP(_Sparse):
             checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
             out = self._sparse(x, up, None, down, path)
         return self._layer_by_layer(x, up, None, down) if out is None else out
-
-    def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"
 
 
 def _check_sizes(operator: str, hidden_size: int, intermediate_size: int) -> None:

@@ -72,9 +72,7 @@ class SparseAutoencoder(torch.nn.Module):
         d_sae: int,
         dtype: torch.dtype | None,
         device: torch.device | str | None,
-        d_out: int | None = None,
     ) -> None:
-        """d_out: the size of a target that is not x; decoder rows begin at 0 then, and at the encoder's otherwise."""
         super().__init__()
         operator = f"nn.{type(self).__name__}"
         checks.positive(operator, "d_in", d_in, "It is the size of the vectors to encode.")
@@ -83,10 +81,10 @@ class SparseAutoencoder(torch.nn.Module):
         self.d_in, self.d_sae = d_in, d_sae
         directions = torch.randn(d_sae, d_in, device=device)
         directions = (directions / directions.norm(dim=1, keepdim=True)).to(dtype or torch.get_default_dtype())
-        self.W_dec = torch.nn.Parameter(directions if d_out is None else directions.new_zeros(d_sae, d_out))
+        self.W_dec = torch.nn.Parameter(directions)
         self.W_enc = torch.nn.Parameter(directions.t().clone(memory_format=torch.contiguous_format))
         self.b_enc = torch.nn.Parameter(torch.zeros(d_sae, dtype=self._wide, device=device))
-        self.b_dec = torch.nn.Parameter(torch.zeros(self.W_dec.shape[1], dtype=self._wide, device=device))
+        self.b_dec = torch.nn.Parameter(torch.zeros(d_in, dtype=self._wide, device=device))
         self.register_buffer("firing_counts", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self.register_buffer("steps_since_fired", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self._silence_known = Silence()
@@ -287,17 +285,8 @@ class SparseAutoencoder(torch.nn.Module):
         reconstruction, terms = self._terms(x, target, rows, l0)
         mse = terms.pop("mse") if "mse" in terms else mean(squared_error(target, reconstruction))
         dead = self._dead_loss(x, target, reconstruction) if self.training else None
-        if dead is not None:
-            terms["dead_loss"] = dead
-        # A term that this autoencoder lacks is shown as a zero, each in a tensor of its own.
-        none, *zeros = mse.new_zeros(4).unbind()
-        loss = mse
-        for term in [*terms.values()] or [none]:
-            loss = loss + term
         self._record(nnz)
-        names = ("l0_penalty", "dead_loss", "further_mse")
-        penalty, dead, further = [terms.get(name, zero) for name, zero in zip(names, zeros)]
-        return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead, further)
+        return total(mse, terms if dead is None else terms | {"dead_loss": dead}, l0, reconstruction)
 
     def _terms(self, x: Tensor, target: Tensor, rows: Any, l0: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         """(the reconstruction, the terms of the loss beside its squared error, by their names in `SAELoss`; "mse" among
@@ -343,21 +332,29 @@ class SparseAutoencoder(torch.nn.Module):
 class Reviving(SparseAutoencoder):
     """The base of autoencoders that keep k latents: their settings, and the auxiliary loss for dead latents."""
 
-    aux_coefficient: float
-    aux_k: int
-    k: int
-
-    def _set_k(self, k: int, aux_coefficient: float, aux_k: int | None, dead_after: int) -> None:
+    def __init__(
+        self,
+        d_in: int,
+        d_sae: int,
+        k: int,
+        *,
+        aux_coefficient: float = 1 / 32,
+        aux_k: int | None = None,
+        dead_after: int = 2500,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__(d_in, d_sae, dtype, device)
         operator = f"nn.{type(self).__name__}"
         checks.positive(operator, "k", k, "It is the number of latents to keep per row.")
-        if k > self.d_sae:
-            raise ValueError(f"{operator}: k must be at most d_sae = {self.d_sae}, got {k}.")
+        if k > d_sae:
+            raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {k}.")
         checks.number(operator, "aux_coefficient", aux_coefficient, "0 leaves dead latents dead.", zero=True)
         checks.positive(operator, "dead_after", dead_after, "It is a number of calls of encode.")
         if aux_k is not None:
             checks.positive(operator, "aux_k", aux_k, "aux_coefficient=0 leaves the auxiliary loss out.")
         self.k, self.aux_coefficient, self.dead_after = k, aux_coefficient, dead_after
-        self.aux_k = min(aux_k or max(len(self.b_dec) // 2, 1), self.d_sae)
+        self.aux_k = min(aux_k or max(d_in // 2, 1), d_sae)
 
     def _options(self) -> dict[str, Any]:
         return {"activation": gemm.TopK(self.k), "b_dec": self._centre}
@@ -369,7 +366,7 @@ class Reviving(SparseAutoencoder):
     def _dead_loss(self, x: Tensor, target: Tensor, reconstruction: Tensor) -> Tensor | None:
         if not self.aux_coefficient:
             return None
-        count = max(2 * self.aux_k, len(self.b_dec))
+        count = max(2 * self.aux_k, self.d_in)
         silent = remembered(
             self, lambda: None if self._none_is_dead() else self._longest_silent(count), lost=self._lost
         )
@@ -408,6 +405,16 @@ def mean(terms: Tensor) -> Tensor:
     return terms.mean() if terms.numel() else terms.sum()
 
 
+def total(mse: Tensor, terms: dict[str, Tensor], l0: Tensor, reconstruction: Tensor) -> SAELoss:
+    """mse and further terms by their names; a term that an autoencoder lacks is a zero, in a tensor of its own."""
+    none, *zeros = mse.new_zeros(4).unbind()
+    loss = mse
+    for term in [*terms.values()] or [none]:
+        loss = loss + term
+    penalty, dead, further = map(terms.get, ("l0_penalty", "dead_loss", "further_mse"), zeros)
+    return SAELoss(loss, mse, penalty, mean(l0.detach()), reconstruction, dead, further)
+
+
 class TopKSAE(Reviving):
     """A sparse autoencoder that keeps the k largest latents of each row.
 
@@ -440,21 +447,6 @@ class TopKSAE(Reviving):
     >>> TopKSAE(4, 16, k=2)(torch.randn(3, 4)).shape
     torch.Size([3, 4])
     """
-
-    def __init__(
-        self,
-        d_in: int,
-        d_sae: int,
-        k: int,
-        *,
-        aux_coefficient: float = 1 / 32,
-        aux_k: int | None = None,
-        dead_after: int = 2500,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        super().__init__(d_in, d_sae, dtype, device)
-        self._set_k(k, aux_coefficient, aux_k, dead_after)
 
 
 class BatchTopKSAE(Reviving):
@@ -512,8 +504,11 @@ class BatchTopKSAE(Reviving):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__(d_in, d_sae, dtype, device)
-        self._set_k(k, aux_coefficient, k if aux_k is None else aux_k, dead_after)
+        aux_k = k if aux_k is None else aux_k
+        super().__init__(
+            d_in, d_sae, k, aux_coefficient=aux_coefficient, aux_k=aux_k, dead_after=dead_after, dtype=dtype,
+            device=device,
+        )  # fmt: skip
         with torch.no_grad():
             self.W_enc.mul_(0.4)
         checks.number("nn.BatchTopKSAE", "threshold_rate", threshold_rate, "It is the share of one batch.")
@@ -526,8 +521,8 @@ class BatchTopKSAE(Reviving):
 
     def _options(self) -> dict[str, Any]:
         if self.training:
-            return {"activation": gemm.BatchTopK(self.k), "b_dec": self.b_dec}
-        return {"activation": gemm.JumpReLU(self.threshold), "b_dec": self.b_dec}
+            return {"activation": gemm.BatchTopK(self.k), "b_dec": self._centre}
+        return {"activation": gemm.JumpReLU(self.threshold), "b_dec": self._centre}
 
     @property
     def _expected(self) -> int | None:

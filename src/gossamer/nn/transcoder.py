@@ -1,14 +1,65 @@
 """Transcoders as modules."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.nn.sae import Reviving, SAELoss
+from gossamer.nn.jumprelu import JumpReLUSAE
+from gossamer.nn.sae import BatchTopKSAE, Reviving, SAELoss, SparseAutoencoder
 from gossamer.rowsparse import Rows
 
 
-class Transcoder(Reviving):
+class Transcoding(SparseAutoencoder):
+    """The base of autoencoders whose target is not x: before a class that selects latents among the bases."""
+
+    W_skip: torch.nn.Parameter | None
+
+    def __init__(self, d_in: int, d_out: int, d_sae: int, *args: Any, skip: bool = False, **options: Any) -> None:
+        checks.positive(f"nn.{type(self).__name__}", "d_out", d_out, "It is the size of the vectors to reconstruct.")
+        super().__init__(d_in, d_sae, *args, **options)
+        self.d_out = d_out
+        self.W_dec = torch.nn.Parameter(self.W_dec.new_zeros(d_sae, d_out))
+        self.register_parameter("b_dec", torch.nn.Parameter(self.b_enc.new_zeros(d_out)))
+        # Registered where there is none, too: other code takes a module apart by its parameters.
+        self.register_parameter("W_skip", torch.nn.Parameter(self.W_dec.new_zeros(d_out, d_in)) if skip else None)
+
+    @property
+    def _centre(self) -> None:
+        """Nothing: b_dec is of the other space."""
+
+    def decode(self, rows: Rows) -> Tensor:
+        """Latents `(..., d_sae)` -> their sum of decoder rows and b_dec, `[..., d_out]`, without the skip."""
+        return super().decode(rows)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x `[..., d_in]` -> reconstruction of y `[..., d_out]`."""
+        return super().forward(x)
+
+    def loss(self, x: Tensor, y: Tensor) -> SAELoss:
+        """The loss of y `[..., d_out]` reconstructed from x `[..., d_in]`.
+
+        Raises:
+            TypeError: y is no floating tensor.
+            ValueError: y has another shape.
+        """
+        operator = f"nn.{type(self).__name__}"
+        checks.floating(operator, x=x, y=y)
+        checks.shape(operator, "y", y, (*x.shape[:-1], self.d_out), "[..., d_out]", "with the rows of x")
+        checks.same_device(operator, "x", x.device, y=y)
+        return self._loss(x, y)
+
+    def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
+        out = super()._output(x, rows)
+        return out if self.W_skip is None else out + torch.nn.functional.linear(x, self.W_skip)
+
+    def extra_repr(self) -> str:
+        skip = "" if self.W_skip is None else ", skip=True"
+        return super().extra_repr().replace(", d_sae=", f", d_out={self.d_out}, d_sae=", 1) + skip
+
+
+class Transcoder(Transcoding, Reviving):  # type: ignore[misc]
     """Reconstructs one thing from another through the k largest latents of each row: an MLP's output from its input.
 
     Encoder columns start with unit norm and the decoder at 0, so that training begins at b_dec and not at noise.
@@ -20,9 +71,7 @@ class Transcoder(Reviving):
         d_sae: number of latents.
         k: latents to keep per row.
         skip: whether x also reaches the output by a matrix, W_skip, beside the latents.
-        aux_coefficient, aux_k, dead_after: as in `TopKSAE`; aux_k None is half of d_out.
-        dtype: of the weights; None takes PyTorch's default.
-        device: of the parameters.
+        options: the other keyword arguments of `TopKSAE`.
 
     Raises:
         ValueError: a size below 1, k above d_sae, or an aux_coefficient below 0.
@@ -41,57 +90,52 @@ class Transcoder(Reviving):
     torch.Size([3, 6])
     """
 
-    W_skip: torch.nn.Parameter | None
 
-    def __init__(
-        self,
-        d_in: int,
-        d_out: int,
-        d_sae: int,
-        k: int,
-        *,
-        skip: bool = False,
-        aux_coefficient: float = 1 / 32,
-        aux_k: int | None = None,
-        dead_after: int = 2500,
-        dtype: torch.dtype | None = None,
-        device: torch.device | str | None = None,
-    ) -> None:
-        checks.positive("nn.Transcoder", "d_out", d_out, "It is the size of the vectors to reconstruct.")
-        super().__init__(d_in, d_sae, dtype, device, d_out)
-        self._set_k(k, aux_coefficient, aux_k, dead_after)
-        self.d_out = d_out
-        # Registered where there is none, too: other code takes a module apart by its parameters.
-        self.register_parameter("W_skip", torch.nn.Parameter(self.W_dec.new_zeros(d_out, d_in)) if skip else None)
+class BatchTopKTranscoder(Transcoding, BatchTopKSAE):  # type: ignore[misc]
+    """A `Transcoder` that selects latents as `BatchTopKSAE` does: k on average over a batch.
 
-    @property
-    def _centre(self) -> None:
-        """Nothing: b_dec is of the other space."""
+    Args:
+        d_in, d_out, d_sae, k, skip: as in `Transcoder`.
+        options: the other keyword arguments of `BatchTopKSAE`.
 
-    def decode(self, rows: Rows) -> Tensor:
-        """Latents `(..., d_sae)` -> their sum of decoder rows and b_dec, `[..., d_out]`, without the skip."""
-        return super().decode(rows)
+    Raises:
+        ValueError, TypeError: as `Transcoder` and `BatchTopKSAE`.
 
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[..., d_in]` -> reconstruction of y `[..., d_out]`."""
-        return super().forward(x)
+    Attributes:
+        W_enc, W_dec, b_enc, b_dec, W_skip: as in `Transcoder`; the others are those of `BatchTopKSAE`.
 
-    def loss(self, x: Tensor, y: Tensor) -> SAELoss:  # type: ignore[override]
-        """The loss of y `[..., d_out]` reconstructed from x `[..., d_in]`; the L0 penalty is 0.
+    Source: Bussmann et al. 2024 for the selection, and that of `Transcoder`.
 
-        Raises:
-            TypeError: y is no floating tensor.
-            ValueError: y has another shape.
-        """
-        checks.floating("nn.Transcoder", x=x, y=y)
-        checks.shape("nn.Transcoder", "y", y, (*x.shape[:-1], self.d_out), "[..., d_out]", "with the rows of x")
-        checks.same_device("nn.Transcoder", "x", x.device, y=y)
-        return self._loss(x, y)
+    >>> BatchTopKTranscoder(4, 6, 16, k=2).loss(torch.randn(3, 4), torch.randn(3, 6)).loss.backward()
+    """
 
-    def _output(self, x: Tensor, rows: Rows | Tensor) -> Tensor:
-        out = super()._output(x, rows)
-        return out if self.W_skip is None else out + torch.nn.functional.linear(x, self.W_skip)
 
-    def extra_repr(self) -> str:
-        skip = "" if self.W_skip is None else ", skip=True"
-        return f"d_in={self.d_in}, d_out={self.d_out}, d_sae={self.d_sae}, k={self.k}{skip}{self._placement}"
+class JumpReLUTranscoder(Transcoding, JumpReLUSAE):  # type: ignore[misc]
+    """A `Transcoder` whose latents have thresholds that they learn, as those of `JumpReLUSAE`.
+
+    L0 follows from `l0_coefficient`: `target_l0` alone steers the L0 of an autoencoder, by the scale of x, and a
+    target has another.
+
+    Args:
+        d_in, d_out, d_sae, skip: as in `Transcoder`.
+        options: the keyword arguments of `JumpReLUSAE`.
+
+    Raises:
+        ValueError: a `target_l0` without an `l0_coefficient`, or as `Transcoder` and `JumpReLUSAE`.
+        TypeError: as `Transcoder` and `JumpReLUSAE`.
+
+    Attributes:
+        W_enc, W_dec, b_enc, b_dec, W_skip: as in `Transcoder`; the others are those of `JumpReLUSAE`.
+
+    Source: Rajamanoharan et al. 2024 for the thresholds, and that of `Transcoder`.
+
+    >>> JumpReLUTranscoder(4, 6, 16).loss(torch.randn(3, 4), torch.randn(3, 6)).loss.backward()
+    """
+
+    def __init__(self, d_in: int, d_out: int, d_sae: int, *, skip: bool = False, **options: Any) -> None:
+        if options.get("target_l0") is not None and options.get("l0_coefficient") is None:
+            raise ValueError(
+                f"nn.JumpReLUTranscoder: target_l0 = {options['target_l0']} needs an l0_coefficient, for the L0 of a "
+                "transcoder is not steered."
+            )
+        super().__init__(d_in, d_out, d_sae, skip=skip, **options)

@@ -38,23 +38,23 @@ class Density:
 
 
 class DensityTracker:
-    """Follows how many entries the rows of one layer have, and which way the layer goes.
+    """Follows how many entries the rows of one layer have, and which path the layer takes.
 
     Statistics of a call are written to pinned memory behind it. Call t reads those of call t - lag: the host waits only
-    where it is that far ahead, so that the device always has work, and the same calls take the same ways whatever the
+    where it is that far ahead, so that the device always has work, and the same calls take the same paths whatever the
     host was doing. Training and inference have a history each, and the first `lag` calls of each know nothing.
 
-    A call that `torch.utils.checkpoint(use_reentrant=False)` computes again goes the way of its first run, whatever has
-    been computed in between. Any other call in a backward pass goes the way last taken. Neither is counted. Calls that
-    a CUDA graph captures or `torch.compile` traces go the way that was last taken, and record nothing.
+    A call that `torch.utils.checkpoint(use_reentrant=False)` computes again takes the path of its first run, whatever
+    has been computed in between. Any other call in a backward pass takes the path last taken. Neither is counted. Calls
+    that a CUDA graph captures or `torch.compile` traces take the path last taken, and record nothing.
     Copies and pickles keep `lag` and `pinned`, and start anew.
 
     Args:
         lag: how many calls late statistics are read.
-        pinned: the name of a way that is always taken, or None.
+        pinned: the name of a path that is always taken, or None.
 
     Attributes:
-        last_path: the name of the way last taken, or None.
+        last_path: the name of the path last taken, or None.
         pinned: may be set at any time.
 
     Raises:
@@ -92,23 +92,23 @@ class DensityTracker:
         """The statistics last read, or None before the first."""
         return self._histories[training].known
 
-    def check_pinned(self, *ways: str) -> None:
-        """Raises where `pinned` is none of the ways that a call can go: a name with a slip in it would pin another.
+    def check_pinned(self, *paths: str) -> None:
+        """Raises where `pinned` is none of the paths that a call can take: a name with a slip in it would pin another.
 
         Raises:
             ValueError: then.
         """
-        if self.pinned is not None and self.pinned not in ways:
+        if self.pinned is not None and self.pinned not in paths:
             raise ValueError(
-                f"rowsparse.DensityTracker: pinned must be None or name a way that the call can go, {', '.join(ways)}, "
-                f"got {self.pinned!r}."
+                f"rowsparse.DensityTracker: pinned must be None or name a path that the call can take, "
+                f"{', '.join(paths)}, got {self.pinned!r}."
             )
 
     def path(self, choose: Callable[[Density | None], str], *, training: bool) -> str:
-        """The name of the way this call goes; one call of this and one of `record` belong to each call of the layer.
+        """The name of the path of this call; one call of this and one of `record` belong to each call of the layer.
 
         Args:
-            choose: from the statistics, or None, to the name of a way; pure.
+            choose: from the statistics, or None, to the name of a path; pure.
             training: which history the call belongs to.
         """
         history = self._histories[training]
@@ -132,24 +132,24 @@ class DensityTracker:
         return chosen
 
     def _decided(self, history: _History, choose: Callable[[Density | None], str]) -> tuple[str, Density | None]:
-        # Recorded statistics are read where the way is pinned, too, or they would pile up.
+        # Recorded statistics are read where the path is pinned, too, or they would pile up.
         history.read()
         history.basis = history.known
         return self.pinned or choose(history.known), history.known
 
     def _lost(self, history: _History, choose: Callable[[Density | None], str]) -> tuple[str, Density | None]:
-        """The way last taken: nothing else is known of a first run that was not seen."""
+        """The path last taken: nothing else is known of a first run that was not seen."""
         return self.pinned or history.path or choose(history.known), history.basis
 
     def basis(self, *, training: bool) -> Density | None:
-        """The statistics that the way last taken was chosen by, or None: other choices by them stay when the way does.
-        None to `torch.compile`, which would compile for each number anew."""
+        """The statistics by which the path last taken was chosen, or None: other choices by them stay when the path
+        does. None to `torch.compile`, which would compile for each number anew."""
         if torch.compiler.is_compiling():
             return None
         return self._basis_again if recomputed() else self._histories[training].basis
 
     def record(self, counts: Tensor, *, training: bool, limit: int = 2**31 - 1) -> None:
-        """Takes the counts of the call whose way was chosen last.
+        """Takes the counts of the call whose path was chosen last.
 
         Args:
             counts: `[...]`, int or float, the entries of each row.

@@ -76,7 +76,7 @@ class LinearSource:
 
 
 def _backward(call: LinearRows, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
-    # Those modules read sources, and so need this one.
+    # Both modules read sources, and so need this one.
     from gossamer.rowsparse.matmul import gradients, matmul_operator
     from gossamer.rowsparse.transpose import transpose_keys
 

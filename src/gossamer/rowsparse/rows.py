@@ -46,7 +46,7 @@ SOURCE: Any = property(lambda rows: rows._packed.source)
 
 
 class _Held:
-    """The attributes of a container; those that are no fields of the dataclass below stand here."""
+    """The attributes of a container that are no fields of the dataclass below."""
 
     _packed: Packed
     _l0: Tensor | None

@@ -104,7 +104,7 @@ def decode(
     m = acts.numel() // n if n else math.prod(acts.shape[:-1])
     free, keep = capacity is None and out_dtype in (None, W_dec.dtype), needs_gradient(acts, W_dec, b_dec)
     if choose_path(m, n, d, W_dec, free, keep) == "dense":
-        # The gradient lives at the entries, whichever way the product takes.
+        # The gradient lives at the entries, whichever path the product takes.
         masked = acts.requires_grad and torch.is_grad_enabled()
         _checked.keep(key, 0)
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)

@@ -50,8 +50,8 @@ def encode(
         x: `[..., d_in]`, float, any strides.
         W_enc: `[d_in, d_sae]`, as in SAELens; the dtype and device of x.
         b_enc: `[d_sae]`, added in float32, or None.
-        activation: `"relu"` or `gemm.ReLU()` keeps z > 0; `gemm.JumpReLU(threshold)` keeps z > threshold, and with a
-            bandwidth gives the threshold a gradient; `gemm.TopK(k)` keeps the k largest of each row, and
+        activation: `"relu"` keeps z > 0; `gemm.JumpReLU(threshold)` keeps z > threshold, and with a bandwidth
+            gives the threshold a gradient; `gemm.TopK(k)` keeps the k largest of each row, and
             `gemm.BatchTopK(k)` the k * M largest of all M rows together. An element that is not above 0 is never kept,
             but by `gemm.AbsTopK(k)`, which keeps the k of each row that are farthest from 0.
         b_dec: `[d_in]`, subtracted from x in float32, or None.

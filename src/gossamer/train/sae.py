@@ -261,7 +261,9 @@ class SAERun(Resumable):
         if self._stopped:
             raise RuntimeError("train: a SAERun trains once. Another of the same folder goes on from there.")
         batches = self._batches()
-        with closing(self.source), reproducible(), closing(batches), closing(ahead(batches, self.device)) as moved:
+        # A thread of its own for gradients would wait for the interpreter, which reads batches meanwhile, at each turn.
+        here, given = torch.autograd.set_multithreading_enabled(False), closing(self.source)
+        with given, reproducible(), here, closing(batches), closing(ahead(batches, self.device)) as moved:
             try:
                 self._train(moved, show)
             finally:

@@ -21,7 +21,7 @@ def describe(
     fields = _kinds.get(kind)
     if fields is None:
         descriptor = TensorDescriptor(tensor, shape, strides, block, layout())
-        # What a launch knows the kind by: to look into a layout takes longer than all else that it asks.
+        # A launch knows the kind by this object: to look into a layout takes longer than all else that it asks.
         vars(descriptor)["kind"] = object()
         _kinds[kind] = {**vars(descriptor), "base": None}
         return descriptor

@@ -3,8 +3,9 @@
 A program walks the key blocks that the layout lists for its block row, BLOCK_N keys a step. Blocks of keys and values
 are contiguous tiles, which the copy engine brings into a ring of STAGES each; queries stay in shared memory. A step
 starts the product of the scores and behind it that of the step before's weights and values, and computes its softmax
-while the latter is at work. What one program leaves idle the others on the SM fill: programs of a single warpgroup need
-no warp that loads, and rows of unequal length even out. The base-2 softmax has the scale folded into its exponent.
+while the latter is at work. The other programs on the SM fill the time in which one is idle: programs of a single
+warpgroup need no warp that loads, and rows of unequal length even out. The base-2 softmax has the scale folded into its
+exponent.
 
 Steps are masked one by one: only those that reach past the last key, past a sequence's length or past the diagonal.
 """
@@ -245,7 +246,7 @@ def _attention_fwd_kernel(
 
 
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
-    """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: what lies outside reads as 0."""
+    """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: places outside read as 0."""
     block = [1, 1, rows, width(tensor.shape[3])]
     return describe(tensor, list(tensor.shape), list(tensor.stride()), block, lambda: LAYOUT)
 

@@ -457,7 +457,7 @@ def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
     kept = _boxes.get((dtype, device))
     if kept is None:
         kept = torch.zeros(BOX.value, LINE.value // dtype.itemsize, dtype=dtype, device=device)
-        # What a graph makes is there only when it is replayed.
+        # A tensor that a graph makes is there only when the graph is replayed.
         if not launch.in_graph_pool(device):
             _boxes[dtype, device] = kept
     return kept

@@ -1,6 +1,6 @@
 """Elements put along rows where indices say, on Hopper: a warp a row, whose result stands in shared memory.
 
-A row's result in float32, `LENGTH` numbers, is the program's shared memory: what meets there never leaves the SM, where
+A row's result in float32, `LENGTH` numbers, is the program's shared memory: sums there never leave the SM, where
 results kept in global memory send a sector to the second cache for each entry. A program walks its row, 128 entries a
 step of which a thread has four side by side, and the next three steps are on their way meanwhile. A thread's first
 entries are added at once, then its second ones: 32 numbers, of which two may have one place. That is found out by a tag

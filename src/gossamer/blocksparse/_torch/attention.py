@@ -141,7 +141,7 @@ class Attention:
         return s if inside is None else s.masked_fill_(~inside, -torch.inf)
 
     def query_at(self, chunk: _Chunk) -> Tensor:
-        """`[n, height]`: the chunk's queries; what does not exist reads the last."""
+        """`[n, height]`: the chunk's queries; a query that does not exist is the last."""
         return chunk.query.clamp(max=self.q.shape[2] - 1)
 
     def steps(self, chunk: _Chunk) -> Iterator[Tensor]:
@@ -155,7 +155,7 @@ class Attention:
             yield step.clamp(0, window - 1) + term * window
 
     def bias_at(self, chunk: _Chunk) -> tuple[Tensor, ...]:
-        """Where a dense bias holds the chunk's scores; what does not exist reads the last."""
+        """Where a dense bias holds the chunk's scores; a place that does not exist is the last."""
         assert self.bias is not None
         batch = chunk.batch if self.bias.shape[0] > 1 else torch.zeros_like(chunk.batch)
         head = chunk.head if self.bias.shape[1] > 1 else torch.zeros_like(chunk.head)

@@ -1,8 +1,8 @@
 """Products of which operands or result are block-sparse, on the CPU: pairs of blocks, multiplied in batches.
 
 A dense operand is a grid of blocks of which every one is present; where no block-sparse matrix cuts a dimension it is
-a single block. Every present block of A is joined with the present blocks of B in the row that its column names. What
-does not fall into the result is dropped before anything is multiplied.
+a single block. Every present block of A is joined with the present blocks of B in the row that its column names. Pairs
+that do not fall into the result are dropped before anything is multiplied.
 
 Where one operand is dense, each block row of the other is a plain product instead: its blocks side by side, and the
 rows of the dense matrix that they meet, in the columns that the result has there.

@@ -4,8 +4,8 @@ the scores.
 A program owns BLOCK_M queries of one head and walks the keys of the blocks that their block row lists, laid end to end,
 BLOCK_N a step: small blocks share a step, large ones take several. A step gathers its keys and values by row, scores
 them, and folds them into a running softmax in base 2. A bias (added; or boolean, True takes part) is read tile by tile,
-from a dense tensor that may be broadcast, or from blocks in the order of the lists. What a query makes of relative
-positions comes ready, R numbers a term, from which each score picks one.
+from a dense tensor that may be broadcast, or from blocks in the order of the lists. The products of a query with
+relative positions come ready, R numbers a term, from which each score picks one.
 
 Few queries that meet many keys are split: program (tile, part) takes every SPLITS-th step and leaves its weighted mean
 and log-sum-exp in float32; `_attention_join_kernel` joins them in order.
@@ -214,7 +214,7 @@ def _attention_join_kernel(
 
 
 def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
-    """What registers and the smallest shared memory, 64 KiB on gfx942, hold."""
+    """The largest tile that registers and the smallest shared memory, 64 KiB on gfx942, hold."""
     wide = launch.next_power_of_2(d) * size
     if wide <= 256:
         return Tile(min(64, block[0]), 64, 4, 2)
@@ -233,7 +233,7 @@ def inner_of(d: int) -> int:
 
 @dataclass(frozen=True)
 class Operands:
-    """What the kernels of one attention read, contiguous, and the config that this gives."""
+    """The operands of the kernels of one attention, contiguous, and the config that these give."""
 
     problem: Problem
     lists: Lists
@@ -316,7 +316,7 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
 
 
 EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, 128, 0, True, True, True, "dense", True, True, True, 1, 129)
-"""What the kernels are compiled for in the ahead-of-time test: everything that can be added to the scores."""
+"""The case of the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {
     _attention_fwd_kernel: {"bias_ptr": "*bf16", "CONFIG": EXAMPLE},

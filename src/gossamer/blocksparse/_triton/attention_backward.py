@@ -1,4 +1,4 @@
-"""Block-sparse attention, backward, through pointers: what `attention` computes, differentiated.
+"""Block-sparse attention, backward, through pointers: the derivatives of `attention`.
 
 Four kernels. `_attention_stats_kernel` keeps two numbers for each query. `_attention_dq_kernel` owns BLOCK_M queries
 and walks the keys of their block row's list; `_attention_dkdv_kernel` owns BLOCK_N keys and walks the queries of their

@@ -8,9 +8,9 @@ a product with a dense left and a sparse right operand around: the transposed pr
 
 Where both operands are sparse, the program first goes through A's list and keeps the entries that meet a present block
 of B in any of the tile's columns, and these blocks, in a list of its own in global memory; for a tile of one block
-this is exactly the pairs to be multiplied. What is missing of B in the other columns is read as zeros. These programs
-are as many as the GPU holds a few times over and walk the tiles, so that the lists stay small. What a step multiplies
-is read from its list in the step before: a load that waits for another one would cost the compiler its buffers.
+this is exactly the pairs to be multiplied. Missing blocks of B in the other columns are read as zeros. These programs
+are as many as the GPU holds a few times over and walk the tiles, so that the lists stay small. The operands of a step
+are read by the list in the step before: a load that waits for another one would cost the compiler its buffers.
 
 Tiles are ordered in bands of 1,024 rows by column: programs at work at one time share rows of A and columns of B.
 """

@@ -13,7 +13,7 @@ from torch import Tensor
 from gossamer._core import launch
 
 HELD = 4096
-"""What a program holds at once of BAND x BAND x AHEAD."""
+"""Of BAND x BAND x AHEAD a program holds so many at once."""
 
 
 @launch.kernel(do_not_specialize=["rows", "capacity"])

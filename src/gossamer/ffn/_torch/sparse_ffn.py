@@ -75,7 +75,7 @@ def _columns(z: Tensor) -> Tensor:
 
 
 def _is_dense(z: Tensor) -> bool:
-    """Whether most of a few groups are dense. What the others are is then not worth a look."""
+    """Whether most of a few groups are dense. The others are then not worth a look."""
     groups = -(-z.shape[0] // CPU_GROUP)
     some = range(0, groups, -(-groups // 4))
     dense = [_columns(z[g * CPU_GROUP : (g + 1) * CPU_GROUP]).numel() > CPU_DENSE * z.shape[1] for g in some]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import tuning
-from gossamer._core.compiling import together
+from gossamer._core.compiling import together, walk
 from gossamer.ffn._triton import heavy, train_columns, train_heavy, train_hot, train_rows
 from gossamer.ffn._triton.entry_lists import Hot, RowLists, Weights, column_lists, row_lists
 from gossamer.ffn._triton.train_columns import hidden_gradients, weight_gradients
@@ -55,7 +55,11 @@ def sparse_training(call: SparseTraining) -> Trained:
     train_hot.forward(hot, x, weights, out, l1, squared)
     mean = torch.empty((), dtype=torch.float32, device=x.device)
     train_rows.mean(l1, mean)
-    return Trained(out, mean, lists.nnz, lists.fired, lists.values, lists.columns, lists.rows, hot.listed, hot.values)
+    kept = (lists.values, lists.columns, lists.rows, hot.listed, hot.values)
+    if walk.pool is not None:
+        # One kernel of the backward pass takes as long to compile as all others do beside it.
+        sparse_training_bwd(SparseTrainingBwd(out, mean, *call[:7], *kept, squared))
+    return Trained(out, mean, lists.nnz, lists.fired, *kept)
 
 
 @together
@@ -65,7 +69,8 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
     offsets = rows[0, : x.shape[0] + 1]
     weights = Weights(*call[3:8], turned(call.down_weight))
     n = weights.gate.shape[0]
-    share = None if penalty is None else (penalty / x.shape[0]).float()
+    # Without a penalty the kernels are those with one: half as many are compiled.
+    share = x.new_zeros(1, dtype=torch.float32) if penalty is None else (penalty / x.shape[0]).float()
     up = None if call.up_weight is None else values[1]
     by_neuron = column_lists(values[0], up, columns, offsets, n, squared)
     grad_down, _, dots = weight_gradients(

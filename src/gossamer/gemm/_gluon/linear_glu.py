@@ -14,10 +14,10 @@ limit of the GPU is time. For the same reason tiles that a program computes alon
 
 Tiles that do not fill a wave of programs are shared (stream-K, Osama et al. 2023): their steps along K, laid end to
 end, are cut into equal runs, one a program. A run is walked from its last tile to its first, so that the head of a
-tile, which a later program waits for, is done first. Who does not reach the end of a tile leaves its float32 sums in
-its slot of the workspace and raises its flag; who does adds them, in order of programs. Nobody waits for a later
-program, so that programs need not all be at work at once. `abreast` programs walk side by side, in tiles that share
-weight rows: or these would come from device memory for each of them.
+tile, which a later program waits for, is done first. A program that does not reach the end of a tile leaves its float32
+sums in its slot of the workspace and raises its flag; the program that does adds them, in order of programs. No program
+waits for a later one, so that programs need not all be at work at once. `abreast` programs walk side by side, in tiles
+that share weight rows: or these would come from device memory for each of them.
 """
 
 from typing import Any
@@ -388,7 +388,7 @@ _made: dict[tuple[int, int, torch.dtype], dict[str, Any]] = {}
 def descriptor_of(
     tensor: Tensor, rows: int, columns: int, stride: int, block_rows: int, block_columns: int
 ) -> TensorDescriptor:
-    """As `TensorDescriptor` makes it the first time; what it checks each time `fits` has checked already."""
+    """As `TensorDescriptor` makes it the first time; `fits` has made the checks that it makes each time."""
     shape, strides = [rows, columns], [stride, 1]
     key = (block_rows, block_columns, tensor.dtype)
     fields = _made.get(key)

@@ -342,7 +342,7 @@ def _linear_pack_kernel(
 
 
 def descriptors(x: Tensor, weight: Tensor) -> tuple[TensorDescriptor, TensorDescriptor]:
-    """What the copy engine reads x and weight [N, K] by."""
+    """The descriptors by which the copy engine reads x and weight [N, K]."""
     (m, k), n = x.shape, weight.shape[0]
     of_x = descriptor_of(x, m, k, x.stride(0), 128, 64)
     if weight.stride(1) == 1:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
+from gossamer.gemm.activations import ClampedSwiGLU
+from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd, LinearGluOut
 from gossamer.rowsparse.formats import linear as linear
 
 GATES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -35,7 +36,7 @@ SLOPES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 
 def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
     """(out, gate, up), [M, N] or, without `keep`, the latter two [0, N]."""
-    gate, up = _products(*call[:5])
+    gate, up = products(*call[:5])
     kept = (gate, up) if call.keep else (gate.new_empty(0, gate.shape[1]), up.new_empty(0, up.shape[1]))
     dtype = gate.dtype
     if dtype.itemsize == 2:
@@ -45,9 +46,22 @@ def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
     return out.to(dtype) if dtype.itemsize == 2 else out, *kept
 
 
+def linear_glu_out(call: LinearGluOut) -> None:
+    """Fills out."""
+    call.out.copy_(linear_glu(LinearGlu(*call[:6], False))[0])
+
+
+def gated(activation: str | Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(activation of the gate, its product with up), by PyTorch's operators."""
+    active = (GATES[activation] if isinstance(activation, str) else activation)(gate)
+    if up is None:
+        return active, active
+    return active, active * (activation.factor(up) if isinstance(activation, ClampedSwiGLU) else up)
+
+
 def linear_glu_bwd(call: LinearGluBwd) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up, [M, N]; both are computed again."""
-    return glu_bwd(GluBwd(call.grad, *_products(*call[1:6]), call.activation))
+    return glu_bwd(GluBwd(call.grad, *products(*call[1:6]), call.activation))
 
 
 def glu_bwd(call: GluBwd) -> tuple[Tensor, Tensor]:
@@ -72,7 +86,7 @@ def gated_mlp_bwd(call: GatedMlpBwd) -> Tensor:
     return hidden
 
 
-def _products(
+def products(
     x: Tensor, gate_weight: Tensor, up_weight: Tensor | None, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     if up_weight is None:

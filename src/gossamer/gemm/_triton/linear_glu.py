@@ -16,8 +16,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import choose_path
-from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd
-from gossamer.rowsparse.formats import linear
+from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd, LinearGluOut
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -161,6 +160,12 @@ def linear_glu(call: LinearGlu) -> tuple[Tensor, Tensor, Tensor]:
     return out, *kept
 
 
+def linear_glu_out(call: LinearGluOut) -> None:
+    """Fills out."""
+    if call.out.numel():
+        _launch_linear_glu(_split(LinearGlu(*call[:6], False)), None, call.out, None)
+
+
 def linear_glu_bwd(call: LinearGluBwd) -> tuple[Tensor, Tensor]:
     """Gradients of gate and up, [M, N]; both are computed again."""
     out = call.x.new_empty(call.grad.shape), call.x.new_empty(call.grad.shape)
@@ -239,27 +244,25 @@ def _launch_tiles(call: LinearGlu, out: Tensor) -> None:
 def _launch_separate(
     call: LinearGlu, grad: Tensor | None, out: Tensor | None, gates: tuple[Tensor, Tensor] | None
 ) -> None:
-    """Gate and up by cuBLAS, then what they come to."""
+    """Gate and up by cuBLAS, which writes them where it is told (a launcher is repeated only so), and then gated."""
     x, gate_weight, up_weight, gate_bias, up_bias, activation, _ = call
     assert up_weight is not None
     m, n = x.shape[0], gate_weight.shape[0]
     # Rows that still fill the GPU, and whose gate and up are small, or small beside the result.
-    least = max(1024, BYTES // (2 * n * x.element_size()), launch.cdiv(m, 16))
-    if out is not None and gates is None:
-        for first in range(0, m, least):
-            # Slices of all rows would be most of the host's time.
-            rows = slice(first, first + least)
-            given, result = (x, out) if m <= least else (x[rows], out[rows])
-            gate, up = linear(given, gate_weight, gate_bias), linear(given, up_weight, up_bias)
+    most = m if gates else min(m, max(1024, BYTES // (2 * n * x.element_size()), launch.cdiv(m, 16)))
+    gate, up = gates or (x.new_empty(most, n), x.new_empty(most, n))
+    for first in range(0, m, most):
+        given, result = x, out
+        if most < m:
+            assert out is not None
+            given, result = x[first : first + most], out[first : first + most]
+            gate, up = gate[: given.shape[0]], up[: given.shape[0]]
+        _product(given, gate_weight, gate_bias, gate)
+        _product(given, up_weight, up_bias, up)
+        if grad is not None:
+            launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
+        elif result is not None:
             _launch_glu(gate, up, result, activation)
-        return
-    gate, up = gates if gates else (x.new_empty(m, n) for _ in range(2))
-    _product(x, gate_weight, gate_bias, gate)
-    _product(x, up_weight, up_bias, up)
-    if out is not None:
-        _launch_glu(gate, up, out, activation)
-    elif grad is not None:
-        launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
 
 
 def _launch_glu(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:

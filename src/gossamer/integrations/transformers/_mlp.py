@@ -13,7 +13,7 @@ import inspect
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -50,7 +50,7 @@ class Report:
     Args:
         replaced: name of a module -> its class.
         left: name of a module that looks like a feed-forward block -> why it computes as before.
-        sparse: those among `replaced` that compute their active neurons alone.
+        sparse: the names among `replaced` whose blocks compute their active neurons alone.
         dense: name of a module that was to be sparse, and is not -> why.
     """
 
@@ -249,17 +249,20 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
 def _again(self: Any, x: Tensor, layout: Layout, path: str) -> Tensor | None:
     """The result of a call that takes this path and whose like was computed before, by its launches; else None."""
     kept, block = self.__dict__.get(KEPT), self.__dict__.get("sparse_block")
-    if kept is None or layout.dropout or not kept.holds(self):
+    given = None if kept is None or layout.dropout else kept.parameters(self)
+    if given is None or len(given) != (4 if layout.up is None else 6):
         return None
     able = kept.found
     if block is not None:
-        return block.again(x, _weights(self, layout), able.activation) if able.sparse and path == "gather" else None
+        weights = _weights(self, layout, given=given)
+        return block.again(x, weights, able.activation) if able.sparse and path == "gather" else None
     if path != "fused" or not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
         return None
-    gate_weight, gate_bias, up_weight, up_bias, *down = _weights(self, layout, whole=True)
+    gate_weight, gate_bias, up_weight, up_bias, *down = _weights(self, layout, True, given)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    call = LinearGlu(flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False)
-    found = linear_glu_operator.again(call)
+    # A record by its fields' names takes three times as long.
+    call = (flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False)
+    found = linear_glu_operator.again(tuple.__new__(LinearGlu, call))
     if found is None:
         return None
     out = linear(found[0], *down)
@@ -362,7 +365,7 @@ def _block(self: Any, x: Tensor, layout: Layout) -> Block:
 
 
 class _Able(NamedTuple):
-    """The ways that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; and
+    """The paths that the parts of a block allow now: its `SparseBlock`, `linear_glu`, and a read down layer; and
     the activation's name."""
 
     sparse: bool
@@ -385,19 +388,23 @@ def _find_able(self: Any, layout: Layout) -> _Able:
     )
 
 
-def _weights(self: Any, layout: Layout, whole: bool = False) -> tuple[Any, ...]:
+def _weights(self: Any, layout: Layout, whole: bool = False, given: Any = None) -> Sequence[Any]:
     """Weights and biases as a `SparseBlock` takes them; `whole`: where one layer has gate and up, its weight stays one,
-    if the gate comes first."""
-    parts = self._modules  # attributes of a module that are modules are slow to get
-    (gate_weight, gate_bias), up_weight, up_bias = weight_and_bias(parts[layout.gate]), None, None
+    if the gate comes first. `given` are the parameters of the layers, if the caller has them."""
+    if given is None:
+        parts = self._modules  # attributes of a module that are modules are slow to get
+        names = filter(None, (layout.gate, layout.up, layout.down))
+        given = [tensor for name in names for tensor in weight_and_bias(parts[name])]
     if layout.up is not None:
-        up_weight, up_bias = weight_and_bias(parts[layout.up])
-    elif not layout.plain:
+        return given
+    gate_weight, gate_bias, *down = given
+    up_weight = up_bias = None
+    if not layout.plain:
         order = slice(None) if layout.gate_first else slice(None, None, -1)
         if not (whole and layout.gate_first):
             gate_weight, up_weight = gate_weight.chunk(2)[order]
         gate_bias, up_bias = (None, None) if gate_bias is None else gate_bias.chunk(2)[order]
-    return gate_weight, gate_bias, up_weight, up_bias, *weight_and_bias(parts[layout.down])
+    return gate_weight, gate_bias, up_weight, up_bias, *down
 
 
 def _compute(self: Any, x: Tensor, layout: Layout, able: _Able, recompute: bool) -> Tensor:

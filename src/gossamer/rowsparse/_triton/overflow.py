@@ -215,7 +215,7 @@ SUMMED = 128
 
 
 class Overflow(NamedTuple):
-    """The rows of a dense source `[M, N]` that count: those whose spans end beyond `room`."""
+    """The rows of a dense source `[M, N]` that count: rows whose spans end beyond `room`."""
 
     source: Tensor
     spans: Tensor
