@@ -90,8 +90,8 @@ def pytest_ignore_collect(collection_path: Path) -> bool | None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The interpreter is slow: of a test's parameters it takes one in four in `make test`, and all with the marker
-    `full`. Which ones follows from the test's name, so that dtypes and ways take turns."""
+    """The interpreter is slow: of a test's parameters it takes one in four, and a dozen at most, in `make test`, and
+    all with the marker `full`. The first one follows from the test's name, so that dtypes and paths take turns."""
     if not INTERPRET:
         return
     groups: dict[str, list[pytest.Item]] = {}
@@ -99,9 +99,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("full") is None:
             groups.setdefault(item.nodeid.split("[")[0], []).append(item)
     for name, group in groups.items():
+        step = 4 * -(-len(group) // 48)
         first = zlib.crc32(name.encode()) % min(len(group), 4)
         for at, item in enumerate(group):
-            if at % 4 != first:
+            if at % step != first:
                 item.add_marker("full")
 
 

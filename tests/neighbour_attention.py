@@ -23,6 +23,16 @@ def visible(tq: int, tk: int, lengths: Tensor | None, b: int, causal: bool, leas
     return seen & (keys <= at[:, None, :, None])
 
 
+def meeting(tq: int, tk: int, lengths: Tensor | None, b: int, causal: bool) -> Tensor:
+    """As `visible`, of attention: the first of more queries than keys stand in front of these, and below a diagonal
+    queries behind the keys of their sequence meet none."""
+    seen = visible(tq, tk, lengths, b, causal, min(tk - tq, 0))
+    if not causal or lengths is None:
+        return seen
+    at = torch.arange(tq) + (lengths.long() - tq).clamp(min=min(tk - tq, 0))[:, None]
+    return seen & (at < lengths[:, None])[:, None, :, None]
+
+
 def attend(
     q: Tensor, k: Tensor, v: Tensor, taken: Tensor, scale: float, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -30,7 +40,7 @@ def attend(
     k, v = (x.repeat_interleave(share, 1) for x in (k, v))
     scores = (q @ k.mT * scale + (0 if bias is None else bias)).masked_fill(~taken, -math.inf)
     if not k.shape[2]:
-        return torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf)
+        return q.new_zeros(*q.shape[:3], v.shape[3]), q.new_full(q.shape[:3], -math.inf)
     lse = scores.logsumexp(-1)
     weights = torch.where(taken, (scores - torch.where(lse.isfinite(), lse, 0)[..., None]).exp(), 0)
     return weights @ v, lse
@@ -56,11 +66,11 @@ def attended(case: Case) -> Scenario:
     case.clean["lengths"] = None
     lengths = lengths_of(case, b, tk)
     mask = case.chance(b, scopes, tq, tk, share=case.pick(0.02, 0.3, 1.0))
-    taken = mask.repeat_interleave(h // scopes, 1) & visible(tq, tk, lengths, b, causal, min(tk - tq, 0))
+    taken = mask.repeat_interleave(h // scopes, 1) & meeting(tq, tk, lengths, b, causal)
     used = taken.any(2).view(b, g, h // g, tk).any(2)[..., None]
     case.give("q", case.draw(b, h, tq, d))
     case.give("k", case.draw(b, g, tk, d), ~used)
-    case.give("v", case.draw(b, g, tk, d), ~used)
+    case.give("v", case.draw(b, g, tk, case.pick(d, 1, 40)), ~used)
     case.give("words", attention.Selection.from_mask(mask).words)
     path, few = case.pick(None, "tiles", "lists"), tq <= 16 and case.pick(True, False)
     page, spare, scale = case.pick(0, 1, 4, 16), case.pick(0, 3), d**-0.5
@@ -78,9 +88,9 @@ def attended(case: Case) -> Scenario:
             places = order[order < b * pages + spare].view(-1)[: b * pages].view(b, pages)
             pools = []
             for x in (k, v):
-                pool = x.new_full((b * pages + spare, page, g, d), math.nan)
+                pool = x.new_full((b * pages + spare, page, g, x.shape[3]), math.nan)
                 padded = F.pad(x, (0, 0, 0, pages * page - tk), value=math.nan)
-                pool[places.flatten()] = padded.view(b, g, pages, page, d).permute(0, 2, 3, 1, 4).flatten(0, 1)
+                pool[places.flatten()] = padded.view(b, g, pages, page, x.shape[3]).permute(0, 2, 3, 1, 4).flatten(0, 1)
                 pools.append(pool)
             wanted = F.pad(used.any(1)[..., 0], (0, pages * page - tk)).view(b, pages, page).any(-1)
             table = torch.where(wanted, places, garbage).to(torch.int32)

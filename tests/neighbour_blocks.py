@@ -9,7 +9,7 @@ from torch import Tensor
 
 from gossamer import blocksparse, rowsparse
 from tests.blocksparse.blocks import repeat_interleave
-from tests.neighbour_attention import attend, head_sizes, lengths_of, visible
+from tests.neighbour_attention import attend, head_sizes, lengths_of, meeting, visible
 from tests.neighbours import Case, Results, Scenario
 
 
@@ -153,7 +153,7 @@ def block_attention(case: Case) -> Scenario:
     else:
         lengths = lengths_of(case, b, tk)
     causal = case.pick(True, False)
-    seen = visible(tq, tk, lengths, b, causal, min(tk - tq, 0))
+    seen = meeting(tq, tk, lengths, b, causal)
     taken = (seen & present).expand(b, h, tq, tk)
     behind = ~visible(1, tk, lengths, b, False).mT
     case.give("q", case.draw(b, h, tq, d))

@@ -2,6 +2,8 @@
 
 import ast
 import importlib
+import pkgutil
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -54,3 +56,24 @@ def test_names_exist() -> None:
 def test_what_is_missing_is_found() -> None:
     source = "from gossamer._core import launch\n\n\ndef run():\n    launch.cdiv(3, 2)\n    launch.transient(3)\n"
     assert missing(source) == ["line 6: launch.transient"]
+
+
+ROOMS = [m.name for m in pkgutil.iter_modules(gossamer.__path__) if m.ispkg and not m.name.startswith("_")]
+NAMED = re.compile(rf"({'|'.join(ROOMS)})((\.[A-Za-z]\w*)+)(: .*)?", re.S)
+
+
+def test_errors_name_functions_that_exist() -> None:
+    """`room.function`, as an operator's name or at the beginning of a message, is a public name."""
+    wrong = []
+    importlib.import_module("gossamer.nn")  # takes functions of other rooms from their files
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            given = NAMED.fullmatch(node.value) if isinstance(node, ast.Constant) and type(node.value) is str else None
+            if given is None or "integrations" in file.parts or given[2].endswith((".md", ".safetensors")):
+                continue
+            found = importlib.import_module(f"gossamer.{given[1]}")
+            for name in given[2][1:].split("."):
+                found = getattr(found, name, None)
+            if found is None:
+                wrong.append(f"{file.relative_to(ROOT)}, line {node.lineno}: {given[0][:60]}")
+    assert wrong == []

@@ -67,7 +67,7 @@ class Inputs:
 
     def call(self, path: Way) -> SparseAttentionBwd:
         attended = (self.grad, None, self.q, self.k, self.v, self.out, self.lse)
-        return SparseAttentionBwd(*attended, self.selection.words, None, D**-0.5, True, path)
+        return SparseAttentionBwd(*attended, self.selection.words, None, D**-0.5, True, path, 0, None)
 
     def run(self, kind: str, path: Way) -> Any:
         if kind == "forward":

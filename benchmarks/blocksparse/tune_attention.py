@@ -82,7 +82,7 @@ class Inputs:
 
     @property
     def call(self) -> BlocksparseAttention:
-        given: Any = self.layout.buffer, self.layout.form, (0, 1), self.problem.causal, self.problem.scale
+        given: Any = self.layout.buffer, self.layout.form, (0, 1), self.problem.causal, self.problem.scale, 0, None
         return BlocksparseAttention(self.q, self.k, self.v, None, None, None, self.lengths, *given)
 
     def forward(self, tile: Tile | None) -> tuple[Tensor, Tensor]:
@@ -96,8 +96,7 @@ class Inputs:
         if tiles is None:
             given = general.operands(call, general_backward.tile_of)
             return general_backward.launch_attention_bwd(given, self.grad, stats)
-        none = (None, 1 << 30), (None, 1 << 30)
-        return hopper_backward.launch_attention_bwd(call, self.grad, stats, *none, *tiles)
+        return hopper_backward.launch_attention_bwd(call, self.grad, stats, *tiles)
 
     def calls(self) -> dict[str, tune.Calls]:
         """Of each pass, by tile."""

@@ -50,11 +50,10 @@ def variants(m: int) -> dict[str, tuple[tune.Change, ...]]:
     for inner, warps in ROW_TILES if m == 1 else ():
         tile = Tile({"BLOCK_K": inner, "VEC": 8}, warps)
         found[f"row: {inner} of K, {warps} warps"] = ((usual, "row_tile", lambda k, size, tile=tile: tile),)
-    on_hopper = itertools.product(*(((4,), (16,)) if m <= 1024 else ((3, 4), (8, 16))), SCHEDULES)
-    for stages, group, schedule in on_hopper if CUDA and m > 1 else ():
-        found[f"{stages} stages, {group} rows, {schedule}"] = (
+    on_hopper = itertools.product((16,) if m <= 1024 else (8, 16), SCHEDULES)
+    for group, schedule in on_hopper if CUDA and m > 1 else ():
+        found[f"{group} rows, {schedule}"] = (
             (kernel, "GROUP_M", group),
-            (kernel, "tile_rows", lambda m, stages=stages: (64, 5) if m <= 64 else (128, stages)),
             (kernel, "schedule", SCHEDULES[schedule]),
             (usual, "choose_path", lambda *_: "hopper"),
         )

@@ -83,13 +83,19 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def turns(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 8) -> dict[str, Times]:
+def turns(
+    calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 8, ahead: Callable[[], Any] = lambda: None
+) -> dict[str, Times]:
     """Of each call the seconds until its result, and those that the calling thread has worked, one call after the other
-    in each round, after one round that is not counted. At least three rounds, and none after `seconds`."""
+    in each round, after one round that is not counted. At least three rounds, and none after `seconds`. Each round
+    begins with another call, after `ahead`, which is not counted either."""
     found: dict[str, Times] = {name: ([], []) for name in calls}
     end = time.perf_counter() + seconds
+    names = list(calls)
     for turn in range(rounds + 1):
-        for name, call in calls.items():
+        ahead()
+        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+            call = calls[name]
             _synchronize()
             begin, worked = time.perf_counter(), time.thread_time()
             call()
@@ -153,11 +159,13 @@ def decoding(results: Results, name: str, models: dict[str, Any], ids: Tensor, o
     """Tokens of the models, which take turns after every one."""
     made = {kind: steps(model, ids) for kind, model in models.items()}
     calls: dict[str, Callable[[], Any]] = {kind: partial(next, made_by) for kind, made_by in made.items()}
+    # cuDNN plans attention for each length anew, and takes longer for that than a token: nobody in turn shall do so.
+    ahead = partial(next, steps(models["plain"], ids))
     for _ in range(12):  # the prompt, and as many tokens as blocks need to know their density
-        for call in calls.values():
+        for call in (ahead, *calls.values()):
             call()
     name = f"{name}, decoding, batch {len(ids)}"
-    report(results, f"{name}, ms a token", turns(calls, options.tokens, options.seconds), 1e-3)
+    report(results, f"{name}, ms a token", turns(calls, options.tokens, options.seconds, ahead), 1e-3)
     counted(results, f"{name}, counts of a token", calls)
 
 

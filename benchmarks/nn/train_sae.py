@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.provenance import provenance
 from gossamer.train import SAEConfig, SAERun
+from gossamer.train.resumable import reproducible
 
 CUDA = torch.cuda.is_available()
 D_IN, BATCH, ROWS = (2304, 4096, 1 << 17) if CUDA else (32, 64, 4096)
@@ -81,14 +82,15 @@ def alone(whole: SAERun, number: int, x: Tensor, steps: int) -> float:
     models, groups = whole.models, whole.optimizer.param_groups
     whole.models, whole.optimizer.param_groups = torch.nn.ModuleList([models[number]]), [groups[number]]
     whole.models.scale = models.scale
-    for at in range(steps + 5):
-        if at == 5:
-            if CUDA:
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-        whole._step(x)
-    if CUDA:
-        torch.cuda.synchronize()
+    with reproducible(), torch.autograd.set_multithreading_enabled(False):
+        for at in range(steps + 5):
+            if at == 5:
+                if CUDA:
+                    torch.cuda.synchronize()
+                begin = time.perf_counter()
+            whole._step(x)
+        if CUDA:
+            torch.cuda.synchronize()
     whole.models, whole.optimizer.param_groups = models, groups
     return (time.perf_counter() - begin) / steps * 1e3
 

@@ -65,8 +65,8 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
     with ThreadPoolExecutor(len(calls), "gossamer-warm-up") as threads:
         list(threads.map(call, calls))
     # cuDNN's plans of attention, for instance, belong to a thread.
-    for one in calls:
-        call(one)
+    for each in calls:
+        call(each)
 
 
 def _pin(block: SparseBlock, choice: tuple[str, bool]) -> None:

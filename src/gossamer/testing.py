@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from gossamer._core import dropout as _dropout
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.linear_source import LinearSource
 
@@ -18,6 +19,7 @@ __all__ = [
     "assert_close",
     "assert_exact",
     "dense64",
+    "dropout_mask",
     "random_rows",
     "random_slots",
 ]
@@ -126,6 +128,24 @@ def assert_exact(actual: Tensor, reference64: Tensor, *, name: str = "") -> None
         return f"{name}: {text}" if name else text
 
     torch.testing.assert_close(actual.detach(), expected, rtol=0, atol=0, equal_nan=True, msg=message)
+
+
+def dropout_mask(
+    dropout: float, seed: int | Tensor, shape: tuple[int, int, int, int], device: torch.device | str | None = None
+) -> Tensor:
+    """bool `[B, H, Tq, Tk]`, the shape: True where attention with this dropout and seed keeps a probability.
+
+    >>> dropout_mask(0.25, 7, (1, 1, 2, 4)).tolist()
+    [[[[True, True, True, True], [False, True, True, True]]]]
+    """
+    device = torch.device(device or (seed.device if isinstance(seed, Tensor) else "cpu"))
+    drop, settled = _dropout.settled("testing.dropout_mask", dropout, seed, device)
+    b, h, tq, tk = shape
+    if settled is None:
+        return torch.ones(shape, dtype=torch.bool, device=device)
+    pairs, queries, keys = (torch.arange(n, device=device) for n in (b * h, tq, tk))
+    kept = _dropout.kept(settled, pairs[:, None, None], queries[:, None], keys, drop)
+    return kept.view(shape)
 
 
 def dense64(rows: Rows) -> Tensor:

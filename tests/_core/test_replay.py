@@ -85,6 +85,28 @@ def gradients(device: torch.device) -> list[Call]:
     return [call(layout) for layout in layouts(device)]
 
 
+def moved(device: torch.device) -> list[Call]:
+    """Products, softmax, and moves of the blocks of each layout."""
+
+    def call(layout: blocksparse.Layout) -> Call:
+        def run(*given: Tensor) -> Any:
+            q, k, v = (x[0] for x in given)
+            x, y = q @ k.mT, v @ q.mT
+            a, b = (blocksparse.from_dense(each, layout) for each in (x, y))
+            index = blocksparse.from_dense((8 * x).long() % 32, layout)
+            made = [
+                blocksparse.matmul(a, b, layout), blocksparse.matmul(a, b, transpose_a=True), blocksparse.matmul(a, v),
+                blocksparse.matmul(x, y, layout), blocksparse.softmax(a), blocksparse.softmax(a, mask=x > 0), a.mT,
+                blocksparse.gather(a, 1, index), blocksparse.scatter(a, 1, index, b, "sum"),
+                blocksparse.scatter(layout, 2, index, b, "amax"), blocksparse.repeat(a, (1, 1, 2)), a.to_dense(),
+            ]  # fmt: skip
+            return [each if isinstance(each, Tensor) else each.values for each in made]
+
+        return run
+
+    return [call(layout) for layout in layouts(device)]
+
+
 def selected(device: torch.device, **options: Any) -> list[Call]:
     """sparse_attention with other selections."""
 
@@ -128,6 +150,7 @@ def rows(device: torch.device) -> list[Call]:
 CASES: dict[str, tuple[Callable[[torch.device], Sequence[Call]], int]] = {
     "blocks": (blocks, 32),
     "gradients": (gradients, 32),
+    "moved": (moved, 32),
     "tiles": (lambda device: selected(device, path="tiles"), 32),
     "lists": (lambda device: selected(device, path="lists"), 32),
     "decode": (selected, 3),

@@ -26,22 +26,23 @@ def paged(x: Tensor, size: int, generator: torch.Generator) -> tuple[Tensor, Ten
 
 @pytest.mark.parametrize("share", [4096, 16], ids=["lists of programs", "a list for all heads"])
 @pytest.mark.parametrize(
-    "b, h, g, tq, tk, d, s",
+    "b, h, g, tq, tk, d, s, dv",
     [
-        (1, 1, 1, 1, 64, 16, 1),
-        (2, 4, 2, 1, 200, 24, 1),
-        (1, 6, 2, 3, 333, 64, 2),
-        (1, 2, 2, 16, 90, 32, 2),
-        (2, 4, 1, 1, 130, 16, 4),
+        (1, 1, 1, 1, 64, 16, 1, 16),
+        (2, 4, 2, 1, 200, 24, 1, 24),
+        (1, 6, 2, 3, 333, 64, 2, 40),
+        (1, 2, 2, 16, 90, 32, 2, 32),
+        (2, 4, 1, 1, 130, 16, 4, 24),
+        (1, 8, 1, 16, 150, 300, 1, 530),
     ],
 )
 def test_against_dense(
-    b: int, h: int, g: int, tq: int, tk: int, d: int, s: int, share: int, dtype: torch.dtype,
+    b: int, h: int, g: int, tq: int, tk: int, d: int, s: int, dv: int, share: int, dtype: torch.dtype,
     device: torch.device, generator: torch.Generator, mode: str, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     if mode != "cpu":
         monkeypatch.setattr("gossamer.attention._triton.sparse_decode.SHARE", share)
-    q, k, v = (x.detach() for x in inputs(b, h, g, tq, tk, d, dtype, device, generator))
+    q, k, v = (x.detach() for x in inputs(b, h, g, tq, tk, d, dtype, device, generator, dv))
     mask = random_mask((b, s, tq, tk), 0.3, generator)
     selection = Selection.from_mask(mask)
     lengths = torch.randint(1, tk + 1, (b,), device=device, generator=generator)
@@ -110,8 +111,12 @@ def test_a_page_outside_of_the_pool(page: int, device: torch.device, mode: str) 
         ({"page_table": torch.zeros(1, 2)}, TypeError, "page_table must be int32 or int64, got float32"),
         ({"page_table": torch.zeros(1, 2).long()}, ValueError, r"page_table must have shape \[B, n\] .* the Tk = 40 "),
         ({"page_table": torch.zeros(1, 3).long(), "size": 12}, ValueError, "page_size being a power of two, got"),
-        ({"grad": True}, NotImplementedError, "gradients are not implemented with page_table. Give k and v in one"),
-        ({"indexer": ()}, NotImplementedError, "gradients are not implemented with page_table"),
+        (
+            {"grad": True},
+            NotImplementedError,
+            "gradients and dropout are not implemented with page_table. Give k and v in one",
+        ),
+        ({"indexer": ()}, NotImplementedError, "gradients and dropout are not implemented with page_table"),
         (
             {"path": "lists"},
             ValueError,

@@ -82,6 +82,8 @@ def check(
             # The last query stands beside the last key of its sequence, or the first beside the first.
             shift = (lengths.clamp(max=tk) - tq).clamp(min=min(tk - tq, 0))
         present = present & (j <= i + shift[:, None, None, None])
+        if lengths is not None:  # a query behind the keys of its sequence meets none
+            present = present & (i + shift[:, None, None, None] < lengths[:, None, None, None])
     if lengths is not None:
         present = present & (j < lengths[:, None, None, None])
     if mask is not None:

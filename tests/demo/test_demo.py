@@ -167,6 +167,7 @@ def test_block_sparse_operations(results: dict) -> None:
     assert "nn.BlockSparseLinear" in results["html"] and "blocksparse.attention" in results["html"]
 
 
+@pytest.mark.full
 @pytest.mark.native
 def test_the_needle_is_found_with_few_keys() -> None:
     """With what the indexer selects nearly always, and hardly more often than by chance with the last keys."""

@@ -223,7 +223,7 @@ def test_a_backward_pass_under_another_autocast(
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "m, n, k",
-    [(20, 1000, 4096), (64, 640, 4096), (300, 1024, 8192), (257, 14336, 4096), (500, 9008, 4096), (2100, 9000, 2048)],
+    [(257, 14336, 4096), (500, 9008, 4096), (2100, 9000, 2048)],
 )
 def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: torch.Generator) -> None:
     """Tiles that do not fill a wave of programs, which cut them along K: again and again, from a graph, and on streams
@@ -231,7 +231,7 @@ def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: tor
     if tuning.hopper(generator.device):
         from gossamer.gemm._gluon import linear_glu as hopper
 
-        tiles = -(-m // hopper.tile_rows(m)[0]), -(-n // 128)
+        tiles = -(-m // 128), -(-n // 128)
         assert hopper.schedule(*tiles, -(-k // 64), generator.device)[1] < tiles[0] * tiles[1]
     leaves = leaves_of(m, n, k, generator, dtype)
     usual = plain("silu", leaves)
@@ -240,7 +240,7 @@ def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: tor
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         # In one case more than there are flags for that were zeroed ahead.
-        captured = [gemm.linear_glu(**leaves) for _ in range(200 if m == 20 else 3)]
+        captured = [gemm.linear_glu(**leaves) for _ in range(200 if m == 257 else 3)]
     streams = [torch.cuda.Stream() for _ in range(3)]
     torch.cuda.synchronize()
     for _ in range(10):

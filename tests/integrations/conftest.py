@@ -7,3 +7,4 @@ import pytest
 def large(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if "sae_lens" in request.module.__name__ and "small" not in request.node.name:
         monkeypatch.setattr("gossamer.integrations.sae_lens.is_small", lambda *_: False)
+        monkeypatch.setattr("gossamer.integrations.sae_lens.pays", lambda *_: True)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 
-def functions(call: Callable[[], Any]) -> int:
-    """The number of Python functions that the last of many calls runs: a tracker knows its density by then."""
+def functions(call: Callable[[], Any], warm_up: int = 40) -> int:
+    """The number of Python functions that a call runs after so many others: a tracker knows its density by then."""
     count = 0
 
     def listen(_: Any, event: str, __: Any) -> None:
@@ -20,7 +20,7 @@ def functions(call: Callable[[], Any]) -> int:
         count += event == "call"
 
     with torch.no_grad():
-        for _ in range(40):
+        for _ in range(warm_up):
             call()
         before = sys.getprofile()
         sys.setprofile(listen)
@@ -54,7 +54,8 @@ def test_a_patched_block_runs_few_functions_more(kind: str, sparse: bool) -> Non
         for block in (plain, patched):
             nn.init.constant_(block.gate_proj.weight, 0.1)  # half of the rows let all neurons through
     patch(patched, sparse=sparse)
-    assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 5
+    # That of `patch`, two that look for the path, and for blocks in layers no other.
+    assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 3
 
 
 @pytest.mark.gpu
@@ -109,7 +110,7 @@ def test_a_patched_small_sae_runs_few_functions_more(kind: str) -> None:
     plain = getattr(sae_lens, f"{kind}SAE")(getattr(sae_lens, f"{kind}SAEConfig")(d_in=8, d_sae=32, **options))
     patched, x = copy.deepcopy(plain), torch.randn(3, 8)
     report = patch(patched)
-    assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 4
+    assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 3
     # Nothing of that is kept where the result would be another.
     with torch.no_grad():
         assert torch.equal(patched(x), plain(x))

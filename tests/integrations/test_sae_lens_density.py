@@ -9,6 +9,7 @@ import torch
 
 pytest.importorskip("sae_lens")
 
+from sae_lens import JumpReLUSAE, JumpReLUSAEConfig
 from sae_lens.saes.sae import TrainingSAE
 
 import gossamer
@@ -16,6 +17,7 @@ from gossamer.integrations.sae_lens import patch, unpatch
 from gossamer.rowsparse import DensityTracker
 from tests.integrations import test_sae_lens as inference
 from tests.integrations import test_sae_lens_training as training
+from tests.integrations.test_host import functions
 from tests.integrations.test_sae_lens_training import D_SAE, activations, gradients, make, step
 
 
@@ -71,6 +73,45 @@ def test_the_path_follows_the_rows(device: torch.device) -> None:
     for _ in range(6):
         step(sae, x)
     assert density.last_path == "sparse"
+
+
+def test_passes_that_are_known_to_be_dense(device: torch.device) -> None:
+    """They run the functions of SAELens, but for one of eight, which is counted; and so few entries are seen."""
+    plain, x = fire(inference.make("jumprelu", device), 0.01), inference.activations(device)
+    sae = copy.deepcopy(plain)
+    density = patch(sae).density
+    least, found = functions(lambda: plain(x)), [functions(lambda: sae(x), before) for before in [20, *[0] * 15]]
+    assert density.last_path == "dense" and sum(count <= least + 1 for count in found) == 14
+    with torch.no_grad():
+        assert torch.equal(sae(x), plain(x))
+        density.pinned = "sparse"
+        assert sae(x).shape == x.shape and density.last_path == "sparse"
+        density.pinned = None
+        fire(sae, 3.0)
+        for _ in range(50):
+            sae(x)
+    assert density.last_path == "sparse"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows, path", [(1, "dense"), (4096, "sparse")])
+def test_few_rows_of_eager_passes(rows: int, path: str, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host takes longer for a packed pass than the device saves; in a CUDA graph it takes no part."""
+    from gossamer.integrations.sae_lens._direct import pays
+
+    monkeypatch.setattr("gossamer.integrations.sae_lens.pays", pays)
+    sae = JumpReLUSAE(JumpReLUSAEConfig(d_in=768, d_sae=24576, device=str(device)))
+    sae.threshold.data.fill_(1e3)
+    density, x = patch(sae).density, torch.randn(rows, 768, device=device)
+    with torch.no_grad():
+        for _ in range(20):
+            sae(x)
+        assert density.last_path == path
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            sae(x)
+        assert density.last_path == "sparse"
 
 
 def test_both_ways_count_the_same_entries(device: torch.device) -> None:

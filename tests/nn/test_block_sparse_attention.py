@@ -61,6 +61,8 @@ class Reference(nn.Module):
             present = present & (j <= i + tk - tq)
         if lengths is not None:
             present = present & (j < lengths[:, None, None, None])
+            if self.causal:
+                present = present & (i + tk - tq < lengths[:, None, None, None])
         p = (s * self.head_dim**-0.5).masked_fill(~present, -math.inf).softmax(-1).nan_to_num(0)
         return self.o_proj((p @ v).transpose(1, 2).flatten(2))
 

@@ -124,6 +124,22 @@ def test_a_crosscoder_is_an_autoencoder(device: torch.device, generator: torch.G
         torch.testing.assert_close(model.decoder_norms, norms)
 
 
+@pytest.mark.parametrize("kind, options", CASES[:3], ids=str)
+def test_compiled(kind: str, options: dict[str, Any], device: torch.device, generator: torch.Generator) -> None:
+    """In one graph; autocast computes in 16 bits."""
+    x, y = rows(24, generator)
+    model = across(kind, device, **options)
+    eager = copy.deepcopy(model)
+    got = torch.compile(model.loss, fullgraph=True, backend="aot_eager")(x, y)
+    want = eager.loss(x, y)
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close(dense.gradients(got, model), dense.gradients(want, eager))
+    with torch.autocast(device.type, torch.bfloat16):
+        half = model.loss(x, y)
+    assert half.reconstruction.dtype is torch.bfloat16
+    torch.testing.assert_close(half.mse, eager.loss(x, y).mse, rtol=0.05, atol=0)
+
+
 def atoms(count: int, size: int, seed: int) -> Tensor:
     made = torch.randn(count, size, generator=torch.Generator().manual_seed(seed))
     return torch.nn.functional.normalize(made, dim=1)

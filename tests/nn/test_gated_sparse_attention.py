@@ -383,3 +383,33 @@ def test_errors_of_a_call(device: torch.device) -> None:
         module(x, torch.ones(2, 10, device=device), lengths=torch.tensor([3, 4], device=device))
     with torch.no_grad(), pytest.raises(ValueError, match="cache must be of B = 2 sequences like x, got 3"):
         module(x, cache=module.cache(3, 20))
+
+
+@pytest.mark.parametrize("tokens", [1, 40, 90])
+def test_merged_projections(tokens: int, device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results stay, no weight is copied in inference, gradients are those of the layers, and a conversion undoes it."""
+    module = GatedSparseAttention(64, 4, num_kv_heads=2, k_base=8, k_min=4, k_max=16, d_indexer=16).to(device)
+    x = torch.randn(1, tokens, 64, device=device)
+    wanted = module(x)
+    gradients = torch.autograd.grad(wanted.sum(), [module.k_proj.weight, module.value_gate.gate_proj.weight])
+    module.merge_projections()
+    torch.testing.assert_close(module(x), wanted)
+    again = torch.autograd.grad(module(x).sum(), [module.k_proj.weight, module.value_gate.gate_proj.weight])
+    torch.testing.assert_close(again, gradients)
+    joined = torch.cat
+    with torch.no_grad():
+        with monkeypatch.context() as patch:
+            copied: list[Any] = []
+            patch.setattr(torch, "cat", lambda parts, *dim: copied.append(parts) or joined(parts, *dim))
+            torch.testing.assert_close(module(x), wanted)
+            assert not any(part is module.q_proj.weight for parts in copied for part in parts)
+        module.v_proj.weight.mul_(2)
+        changed = module(x)
+        assert not torch.equal(changed, wanted)
+        other = GatedSparseAttention(64, 4, num_kv_heads=2, k_base=8, k_min=4, k_max=16, d_indexer=16).to(device)
+        other.load_state_dict(module.state_dict())
+        torch.testing.assert_close(other(x), changed)
+        torch.testing.assert_close(module.double().float()(x), changed)
+    module.q_proj = torch.nn.Sequential(module.q_proj)
+    with pytest.raises(TypeError, match=r"merge_projections: layers must be plain nn\.Linear, but q_proj is"):
+        module.merge_projections()

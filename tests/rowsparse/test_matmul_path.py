@@ -44,6 +44,12 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
         ("matmul", 2, 3378, 229, 1104, True, torch.float32, "dense"),
         ("matmul", 5742, 32452, 75, 9844, True, torch.bfloat16, "dense"),
         ("matmul", 2076, 1469, 166, 124, True, torch.float32, "gather"),
+        # Half-full slots: 805 and 553; 810 and 572; 412 and 570. Full ones: 498 and 551; 177 and 239.
+        ("matmul", 16384, 5632, 2048, 196, True, torch.bfloat16, "dense"),
+        ("matmul", 4096, 14336, 4096, 400, True, torch.bfloat16, "dense"),
+        ("matmul", 4096, 14336, 4096, 196, True, torch.bfloat16, "gather"),
+        ("matmul", 16384, 5632, 2048, 60, False, torch.bfloat16, "gather"),
+        ("matmul", 2048, 32768, 1024, 300, False, torch.bfloat16, "gather"),
         ("matmul", 0, 65536, 2304, 8192, False, torch.bfloat16, "gather"),
         ("matmul", 4096, 0, 2304, 0, False, torch.bfloat16, "gather"),
         ("matmul", 4096, 65536, 0, 8192, False, torch.bfloat16, "gather"),

@@ -1,24 +1,23 @@
-"""Documents of text files."""
+"""Files of a folder, and documents of text files."""
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
 
-_SUFFIXES = (".txt", ".jsonl")
-
 
 def documents(operator: str, path: Path) -> Iterator[str]:
     """The documents of a file, or of a folder's .txt and .jsonl files in the order of their names: of a .jsonl file one
     a line, its string or that under "text", of any other the whole file."""
-    for file in _files(operator, path):
+    for file in files(operator, path, (".txt", ".jsonl")):
         yield from _read(operator, file)
 
 
-def _files(operator: str, path: Path) -> list[Path]:
+def files(operator: str, path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The file itself, or the files of a folder with these suffixes in the order of their names."""
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix in _SUFFIXES and file.is_file())
+        found = sorted(file for file in path.iterdir() if file.suffix in suffixes and file.is_file())
         if not found:
-            raise ValueError(f"{operator}: {path} holds no {' and no '.join(_SUFFIXES)} file.")
+            raise ValueError(f"{operator}: {path} holds no {' and no '.join(suffixes)} file.")
         return found
     if not path.is_file():
         raise FileNotFoundError(f"{operator}: there is no file {path}.")

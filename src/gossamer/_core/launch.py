@@ -351,6 +351,24 @@ class Counters:
         return buffer
 
 
+_blank: dict[tuple[int, torch.device], Tensor] = {}
+
+
+def zeros(words: int, device: torch.device) -> Tensor:
+    """int32 zeros that no kernel writes."""
+    return _recorded(_zeros, words, device)
+
+
+def _zeros(words: int, device: torch.device) -> Tensor:
+    kept = _blank.get((words, device))
+    if kept is None:
+        kept = torch.zeros(words, dtype=torch.int32, device=device)
+        # Memory of a graph is zero only when the graph is replayed.
+        if not in_graph_pool(device):
+            _blank[words, device] = kept
+    return kept
+
+
 class Scratch:
     """Device memory that holds nothing between launches: one buffer a stream, as large as the largest need so far."""
 

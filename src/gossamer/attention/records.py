@@ -105,8 +105,9 @@ class SelectTopk(NamedTuple):
 
 
 class SparseAttention(NamedTuple):
-    """out `[B, H, Tq, D]`, in memory as `[B, Tq, H, D]`, and lse `[B, H, Tq]`. With a table k and v are pools of pages
-    `[P, page_size, G, D]`. The indexer's inputs are for the gradient alone."""
+    """out `[B, H, Tq, Dv]`, in memory as `[B, Tq, H, Dv]`, and lse `[B, H, Tq]`. With a table k and v are pools of
+    pages `[P, page_size, G, D or Dv]`. The indexer's inputs are for the gradient alone. `drop` and `seed` are those of
+    `_core.dropout`."""
 
     q: Strided
     k: Strided
@@ -117,6 +118,8 @@ class SparseAttention(NamedTuple):
     scale: float
     causal: bool
     path: str
+    drop: int
+    seed: Tensor | None
     q_idx: Strided | None
     k_idx: Strided | None
     w: Strided | None
@@ -139,6 +142,8 @@ class SparseAttentionBwd(NamedTuple):
     scale: float
     causal: bool
     path: str
+    drop: int
+    seed: Tensor | None
 
 
 class IndexerLoss(NamedTuple):
@@ -181,6 +186,8 @@ class StraightThrough(NamedTuple):
     scale: float
     scale_idx: float
     causal: bool
+    drop: int
+    seed: Tensor | None
 
     @property
     def indexer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
 from torch.utils import _pytree
 
 from gossamer._core import checks
@@ -179,24 +179,13 @@ class Selection:
             raise ValueError(
                 f"attention.Selection.to_block_mask: block_size must be a multiple of {QUERIES}, got {block_size}."
             )
-        words, scopes = self.words, self.words.shape[1]
+        words, (batch, scopes, _, tk) = self.words, self.words.shape
         heads = scopes if scopes > 1 else None
 
         def takes(b: Tensor, h: Tensor, q: Tensor, j: Tensor) -> Tensor:
             return (words[b, h if heads else 0, q // QUERIES, j] >> (q % QUERIES)) & 1 != 0
 
-        partial, full = _blocks(self, block_size)
-        kv_num, kv_indices = _ordered(partial)
-        full_num, full_indices = _ordered(full)
-        return BlockMask.from_kv_blocks(
-            kv_num,
-            kv_indices,
-            full_num,
-            full_indices,
-            BLOCK_SIZE=block_size,
-            mask_mod=takes,
-            seq_lengths=(self.num_queries, self.num_keys),
-        )
+        return create_block_mask(takes, batch, heads, self.num_queries, tk, str(self.device), block_size)
 
     @classmethod
     def from_block_mask(cls, block_mask: BlockMask) -> Selection:
@@ -247,22 +236,6 @@ def _dense_blocks(counts: Tensor, indices: Tensor, block_mask: BlockMask) -> Ten
     blocks.scatter_(3, torch.where(listed, indices, width).long(), True)
     whole = blocks[..., :width].repeat_interleave(rows, 2).repeat_interleave(columns, 3)
     return whole[:, :, :tq, :tk].contiguous()
-
-
-def _blocks(selection: Selection, size: int) -> tuple[Tensor, Tensor]:
-    """(blocks of which some keys are taken, blocks of which all are): bool [B, S, ceil(Tq / size), ceil(Tk / size)]."""
-    padding = (0, -selection.num_keys % size, 0, -selection.words.shape[2] % (size // QUERIES))
-    words = torch.nn.functional.pad(selection.words, padding)
-    b, s, rows, columns = words.shape
-    words = words.view(b, s, rows * QUERIES // size, size // QUERIES, columns // size, size)
-    full = (words == -1).all(5).all(3)
-    return (words != 0).any(5).any(3) & ~full, full
-
-
-def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """(how many of each row are set, their columns first and ascending), as FlexAttention has them."""
-    order = torch.argsort((~blocks).to(torch.int8), dim=-1, stable=True)
-    return blocks.sum(-1).int(), order.int()
 
 
 torch.serialization.add_safe_globals([Selection])

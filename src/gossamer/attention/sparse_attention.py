@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
+from gossamer._core.dropout import settled
 from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.attention._torch import indexer_loss as _indexer
@@ -16,7 +17,6 @@ from gossamer.attention.indexer_scores import check_inputs, scale_of
 from gossamer.attention.records import SparseAttention, SparseAttentionBwd, StraightThrough
 from gossamer.attention.selection import Selection
 
-MAX_HEAD_DIM = 256
 IndexerInputs = tuple[Tensor, Tensor, Tensor, Tensor]
 """q_idx, k_idx, w and bias, as `indexer_scores` takes them."""
 Path = Literal["decode", "tiles", "lists"]
@@ -25,21 +25,13 @@ Path = Literal["decode", "tiles", "lists"]
 
 @overload
 def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    lengths: Tensor | None = None,
-    return_lse: Literal[False] = False,
-    page_table: Tensor | None = None,
-    path: Path | None = None,
-    indexer: IndexerInputs | None = None,
-) -> Tensor: ...
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, return_lse: Literal[True], **options: Any
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def sparse_attention(
+    q: Tensor, k: Tensor, v: Tensor, selection: Selection, *, return_lse: Literal[False] = False, **options: Any
+) -> Tensor: ...
+def sparse_attention(  # type: ignore[misc]
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -48,20 +40,8 @@ def sparse_attention(
     scale: float | None = None,
     causal: bool = False,
     lengths: Tensor | None = None,
-    return_lse: Literal[True],
-    page_table: Tensor | None = None,
-    path: Path | None = None,
-    indexer: IndexerInputs | None = None,
-) -> tuple[Tensor, Tensor]: ...
-def sparse_attention(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    selection: Selection,
-    *,
-    scale: float | None = None,
-    causal: bool = False,
-    lengths: Tensor | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
     page_table: Tensor | None = None,
     path: Path | None = None,
@@ -71,22 +51,29 @@ def sparse_attention(
 
     The last query stands beside the last key: query i beside key i + Tk - Tq, or with `lengths` beside key i +
     max(lengths[b] - Tq, min(Tk - Tq, 0)), so that in a padded batch, of as many queries as keys, query i stands beside
-    key i. A query that takes no key, as one in front of all keys, gives zeros, and has no gradient. A value that is NaN
+    key i. A query that takes no key gives zeros, and has no gradient: one in front of all keys, or, if causal, one
+    behind the keys of its length. A value that is NaN
     or infinite reaches each query of a block of 128 in which one takes it.
 
     Args:
-        q: `[B, H, Tq, D]`, float, D at most 256; any strides.
-        k, v: `[B, G, Tk, D]`, dtype and device of q. G divides H: heads h * H / G to (h + 1) * H / G - 1 of q share
-            head h of k and v.
+        q: `[B, H, Tq, D]`, float, any strides. D and Dv up to 256 are fast on a GPU.
+        k, v: `[B, G, Tk, D]` and `[B, G, Tk, Dv]`, dtype and device of q. G divides H: heads h * H / G to (h + 1) *
+            H / G - 1 of q share head h of k and v.
         selection: of Tq queries and Tk keys, its scopes S being 1, G or H.
         scale: above 0; None for D ** -0.5.
         causal: whether a query takes only those of its keys that do not stand behind it.
         lengths: int `[B]`, keys from lengths[b] on take part nowhere; None where all do.
+        dropout: the probability, below 1, with which each probability is dropped; the others are divided by
+            1 - dropout. The lse is that without it.
+        seed: an int, or an int64 tensor of one element on the device of q, which alone decides, with batch, head, query
+            and key, which probabilities are dropped: `testing.dropout_mask` gives them. None draws one from PyTorch's
+            generator.
         return_lse: whether to return the logarithm of the softmax's denominator as well.
-        page_table: int `[B, n]`, for at most 16 queries and without gradients: k and v are a pool of pages
-            `[P, page_size, G, D]`, n * page_size is at least Tk, and key j of a sequence is row j % page_size of page
-            page_table[b, j // page_size]. Pages of keys that no query takes are not read. A page outside the pool
-            raises on the CPU, and on the GPU, where looking would wait, queries that take its keys give NaN.
+        page_table: int `[B, n]`, for at most 16 queries and without gradients: k and v are pools of pages
+            `[P, page_size, G, D]` and `[P, page_size, G, Dv]`, n * page_size is at least Tk, and key j of a sequence is
+            row j % page_size of page page_table[b, j // page_size]. Pages of keys that no query takes are not read. A
+            page outside the pool raises on the CPU, and on the GPU, where looking would wait, queries that take its
+            keys give NaN.
         indexer: q_idx `[B, Hi, T, Di]`, k_idx `[B, T, Di]`, w `[B, T, Hi]` and bias `[Hi]` of the scores that selected,
             for a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a
             scale of Di ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries
@@ -94,16 +81,16 @@ def sparse_attention(
         path: how the GPU goes about it, "decode", "tiles" or "lists"; None for the choice of `choose_path`.
 
     Returns:
-        `[B, H, Tq, D]`, the dtype of q, in memory as `[B, Tq, H, D]`; with return_lse also the float32 `[B, H, Tq]`,
+        `[B, H, Tq, Dv]`, the dtype of q, in memory as `[B, Tq, H, Dv]`; with return_lse also the float32 `[B, H, Tq]`,
         -inf where a query takes no key. Differentiable in q, k and v once, deterministically.
 
     Raises:
-        ValueError: shapes or devices do not fit, D is above 256, scale is not above 0, or there is no such path, or
-            "decode" or pages are asked for with more than 16 queries, or another path than "decode" with pages, or
-            page_size is no power of two.
+        ValueError: shapes or devices do not fit, scale is not above 0, dropout is out of range, or there is no such
+            path, or "decode" or pages are asked for with more than 16 queries, "decode" with dropout, or another path
+            than "decode" with pages, or page_size is no power of two.
         TypeError: dtypes differ, or selection is no `Selection`.
-        NotImplementedError: a second derivative, a gradient with pages, or on the GPU more than 16 heads of the
-            indexer.
+        NotImplementedError: a second derivative, a gradient or dropout with pages, or on the GPU more than 16 heads of
+            the indexer.
 
     Source: Gated Sparse Attention (arXiv 2601.15305); queries that share a gather are FlashInfer's union of neighbours,
     and cutting the keys of few queries is FlashDecoding's (Dao et al. 2023).
@@ -115,30 +102,36 @@ def sparse_attention(
     key = None
     if isinstance(q, Tensor) and isinstance(selection, Selection) and not autocast.enabled(q.device):
         operands = q, k, v, selection.words, lengths, page_table
-        key = key_of(operands, (selection.num_queries, path), (scale, causal))
+        key = key_of(operands, (selection.num_queries, path, bool(dropout)), (scale, causal))
     settings = _checked.get(key)
     if settings is None:
         if page_table is None:
             check(OPERATOR, q, k, v, selection, lengths)
         else:
             _check_pages(q, k, v, selection, page_table, lengths)
-        settings = scale_of(OPERATOR, scale, q.shape[-1]), _path(path, q, selection, page_table is not None)
+        settings = scale_of(OPERATOR, scale, q.shape[-1]), _path(path, q, selection, page_table is not None, dropout)
         _checked.keep(key, settings)
-    if page_table is not None and (needs_gradient(q, k, v) or indexer is not None):
+    if page_table is not None and (needs_gradient(q, k, v) or indexer is not None or dropout):
         raise NotImplementedError(
-            f"{OPERATOR}: gradients are not implemented with page_table. Give k and v in one piece, or use "
-            "torch.no_grad()."
+            f"{OPERATOR}: gradients and dropout are not implemented with page_table. Give k and v in one piece, or use "
+            "torch.no_grad() and no dropout."
         )
+    columns = v.shape[-1]
+    if not (columns and q.shape[-1]):
+        # Without columns scores are 0, and their softmax is as it is.
+        q, k, v = (torch.nn.functional.pad(x, (0, 0 if x.shape[-1] else 1)) for x in (q, k, v))
+    drop = settled(OPERATOR, dropout, seed, q.device)
     if autocast.enabled(q.device):
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
     scale, chosen = settings
-    given = (q, k, v, selection.words, lengths, page_table, scale, causal, chosen)
+    given = (q, k, v, selection.words, lengths, page_table, scale, causal, chosen, *drop)
     call = SparseAttention(*given, None, None, None, None, 1.0)
     if indexer is not None:
         q_idx, k_idx, w, bias = _indexer_inputs(indexer, q, selection)
         width = max(q_idx.shape[3], 1)
         call = call._replace(q_idx=q_idx, k_idx=k_idx, w=w, bias=bias, scale_idx=width**-0.5)
     out, lse = sparse_attention_operator(call)
+    out = out if columns else out[..., :0]
     return (out, lse) if return_lse else out
 
 
@@ -167,8 +160,10 @@ def choose_path(num_queries: int, num_keys: int) -> Path:
     return "tiles" if num_keys <= SHORT else "lists"
 
 
-def _path(path: str | None, q: Tensor, selection: Selection, paged: bool) -> str:
+def _path(path: str | None, q: Tensor, selection: Selection, paged: bool, dropout: float) -> str:
     num_queries = q.shape[2]
+    if dropout and path is None and num_queries <= FEW_QUERIES:
+        return "tiles"
     if paged and path not in (None, "decode"):
         raise ValueError(
             f"{OPERATOR}: with page_table, path must be decode, got {path!r}. Leave it None, or give k and v in one "
@@ -176,10 +171,10 @@ def _path(path: str | None, q: Tensor, selection: Selection, paged: bool) -> str
         )
     if path is None:
         return choose_path(num_queries, selection.num_keys)
-    if path not in get_args(Path) or (path == "decode" and num_queries > FEW_QUERIES):
+    if path not in get_args(Path) or (path == "decode" and (num_queries > FEW_QUERIES or dropout)):
         raise ValueError(
-            f"{OPERATOR}: path must be one of {', '.join(get_args(Path))}, decode with at most {FEW_QUERIES} queries, "
-            f"got {path!r} with {num_queries}. None chooses."
+            f"{OPERATOR}: path must be one of {', '.join(get_args(Path))}, decode with at most {FEW_QUERIES} queries "
+            f"and without dropout, got {path!r} with {num_queries}. None chooses."
         )
     return path
 
@@ -195,15 +190,15 @@ def check(operator: str, q: Tensor, k: Tensor, v: Tensor, selection: Selection, 
             "attention.select_topk or Selection.from_mask."
         )
     checks.same_device(operator, "q", q.device, selection=selection.words)
-    if q.dim() != 4 or k.dim() != 4 or q.shape[3] > MAX_HEAD_DIM:
+    if q.dim() != 4 or k.dim() != 4 or v.dim() != 4:
         raise ValueError(
-            f"{operator}: q must have shape [B, H, Tq, D], and k [B, G, Tk, D], with D at most {MAX_HEAD_DIM}, got "
-            f"{list(q.shape)} and {list(k.shape)}."
+            f"{operator}: q must have shape [B, H, Tq, D], k [B, G, Tk, D], and v [B, G, Tk, Dv], got {list(q.shape)}, "
+            f"{list(k.shape)} and {list(v.shape)}."
         )
     (batch, heads, tq, d), groups = q.shape, k.shape[1]
-    expected = (batch, groups, selection.num_keys, d)
-    checks.shape(operator, "k", k, expected, "[B, G, Tk, D]", "like q and selection")
-    checks.shape(operator, "v", v, expected, "[B, G, Tk, D]", "like k")
+    expected = (batch, groups, selection.num_keys)
+    checks.shape(operator, "k", k, (*expected, d), "[B, G, Tk, D]", "like q and selection")
+    checks.shape(operator, "v", v, (*expected, v.shape[3]), "[B, G, Tk, Dv]", "like k")
     if groups == 0 or heads % groups:
         raise ValueError(f"{operator}: k must have a number of heads that divides the H = {heads} of q, got {groups}.")
     if q.dtype != k.dtype or q.dtype != v.dtype:
@@ -236,12 +231,12 @@ def _check_pages(
             f"{OPERATOR}: with page_table, k must have shape [P, page_size, G, D], page_size being a power of two, got "
             f"{list(k.shape)}."
         )
-    checks.shape(OPERATOR, "v", v, tuple(k.shape), "[P, page_size, G, D]", "like k")
+    checks.shape(OPERATOR, "v", v, (*k.shape[:3], v.shape[-1]), "[P, page_size, G, Dv]", "like k")
     pages = page_table.shape[1] if page_table.dim() == 2 else 0
     # A stand-in of the whole cache, without memory, for the rules that both share.
     tk = selection.num_keys if isinstance(selection, Selection) else 0
-    shape = (q.shape[0], k.shape[2], tk, k.shape[3])
-    check(OPERATOR, q, k.new_empty(()).expand(shape), v.new_empty(()).expand(shape), selection, lengths)
+    k_like, v_like = (x.new_empty(()).expand(q.shape[0], k.shape[2], tk, x.shape[3]) for x in (k, v))
+    check(OPERATOR, q, k_like, v_like, selection, lengths)
     if page_table.shape[:1] != q.shape[:1] or pages * k.shape[1] < tk:
         raise ValueError(
             f"{OPERATOR}: page_table must have shape [B, n] with B = {q.shape[0]} and room for the Tk = {tk} keys of "
@@ -293,8 +288,7 @@ def _indexer_inputs(indexer: IndexerInputs, q: Tensor, selection: Selection) -> 
 
 
 def _fake(call: SparseAttention) -> tuple[Tensor, Tensor]:
-    q = call.q
-    b, h, tq, d = q.shape
+    q, (b, h, tq, _), d = call.q, call.q.shape, call.v.shape[3]
     wide = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty(b, tq, h, d).transpose(1, 2), q.new_empty((b, h, tq), dtype=wide)
 
@@ -308,15 +302,16 @@ def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mappi
     grad, grad_lse = grads
     if grad is None:
         grad = torch.zeros_like(out)
+    drop = call.drop, call.seed
     attended = (grad, grad_lse, call.q, call.k, call.v, out, lse)
     selected = (call.words, call.lengths, call.scale)
     made: dict[str, Tensor | None] = {}
     if needs.q or needs.k or needs.v:
-        steps = _sparse_attention_bwd(SparseAttentionBwd(*attended, *selected, call.causal, call.path))
+        steps = _sparse_attention_bwd(SparseAttentionBwd(*attended, *selected, call.causal, call.path, *drop))
         made.update(zip("qkv", steps))
     if needs.q_idx or needs.k_idx or needs.w or needs.bias:
         indexer = cast(IndexerInputs, (call.q_idx, call.k_idx, call.w, call.bias))
-        steps = _straight_through(StraightThrough(*attended, *indexer, *selected, call.scale_idx, call.causal))
+        steps = _straight_through(StraightThrough(*attended, *indexer, *selected, call.scale_idx, call.causal, *drop))
         made.update(zip(("q_idx", "k_idx", "w", "bias"), steps))
     return {name: grad for name, grad in made.items() if getattr(needs, name)}
 
@@ -328,7 +323,7 @@ def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mappi
     choose_path=_path_of,
     paths=PATHS,
     backward=_backward,
-    saved=("q", "k", "v", "words", "lengths", "q_idx", "k_idx", "w", "bias"),
+    saved=("q", "k", "v", "words", "lengths", "seed", "q_idx", "k_idx", "w", "bias"),
     keep=lambda call, results: results,
     once_differentiable=OPERATOR,
     repeats=True,

@@ -10,10 +10,12 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, Key, key_of
+from gossamer._core.dropout import settled
 from gossamer._core.operator import register
 from gossamer.blocksparse._torch import attention as _cpu
 from gossamer.blocksparse.attention_path import PATHS, choose_path, empty_like
 from gossamer.blocksparse.layout import Layout
+from gossamer.blocksparse.rearrange import adapt
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 from gossamer.blocksparse.relative import Relative, prepare
 from gossamer.blocksparse.tensor import BlockSparseTensor, from_dense
@@ -34,6 +36,8 @@ def attention(
     causal: bool = False,
     lengths: Tensor | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
+    seed: int | Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale + bias) v over the blocks of keys that a layout lists for each block of queries.
@@ -42,8 +46,8 @@ def attention(
     It adds nothing in an order that could vary, so that gradients are the same bits in each run. The last query is
     aligned with the last key: query i is at the position length - Tq + i, where length is Tk or lengths[b]. If a
     sequence is shorter than that, its first query stands beside the first key, or Tq - Tk in front of it where Tq is
-    larger; queries at negative positions meet no key if causal. A query that meets no key gives zeros, a log-sum-exp of
-    -inf, and gradients of zero.
+    larger; if causal, queries at negative positions meet no key, nor do queries behind the keys of their sequence. A
+    query that meets no key gives zeros, a log-sum-exp of -inf, and gradients of zero.
 
     Args:
         q: `[B, H, Tq, D]`, float, any strides, D up to 256. It, k and v may each be a `BlockSparseTensor`, whose absent
@@ -54,7 +58,8 @@ def attention(
             Patterns such as `sliding_window` say which elements of a block take part, and no others do.
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
-        mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or a `BlockSparseTensor` of this layout.
+        mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or a `BlockSparseTensor` of this layout or
+            another of its shape, whose absent blocks are False, and in a bias 0.
             Where one of mask and bias is dense and the other holds blocks, the layout's blocks of the dense one are
             taken.
         bias: added to the scores, float, differentiable, in the same two forms; on the GPU it is read in its dtype.
@@ -63,6 +68,10 @@ def attention(
         causal: whether a query meets no key behind its own position.
         lengths: int `[B]`: keys from there on take no part.
         scale: of the scores; None takes D^-0.5.
+        dropout: the probability, below 1, with which each weight is dropped; the others are divided by 1 - dropout.
+        seed: an int, or an int64 tensor of one element on the device of q, which alone decides, with batch, head, query
+            and key, which weights are dropped: `testing.dropout_mask` gives them. None draws one from PyTorch's
+            generator.
         return_lse: whether to return the log-sum-exp of each query's scores too, float32 `[B, H, Tq]` (float64 for
             float64), differentiable.
 
@@ -70,7 +79,7 @@ def attention(
         `[B, H, Tq, Dv]` in the dtype of q, in memory as `[B, Tq, H, Dv]`, or a pair with the log-sum-exp.
 
     Raises:
-        ValueError: shapes, devices or the layout do not fit.
+        ValueError: shapes, devices or layouts do not fit, or dropout is out of range.
         TypeError: dtypes differ, or something is no tensor or layout.
         NotImplementedError: D or Dv above 256 on the GPU.
 
@@ -98,6 +107,7 @@ def attention(
         scale = usual if scale is None else checks.finite(_NAME, "scale", scale, "None takes D^-0.5.")
         settings = steps_of(layout, q.shape[0], q.shape[1]), causal, scale
         _checked.keep(key, settings)
+    settings = *settings, *settled(_NAME, dropout, seed, q.device)
     out, lse = _attention(BlocksparseAttention(q, k, v, *added, layout.buffer, layout.form, *settings))
     return (out, lse) if return_lse else out
 
@@ -192,9 +202,11 @@ def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Any) -> Tensor |
     if x is None:
         return None
     if isinstance(x, BlockSparseTensor):
-        if not x.layout.is_same(layout):
-            raise ValueError(f"{_NAME}: {name} must have the layout that is given as layout, got another one.")
-        return x.values
+        if x.layout.dense_shape != layout.dense_shape:
+            raise ValueError(
+                f"{_NAME}: {name} must be of {list(layout.dense_shape)} elements like layout, got {list(x.shape)}."
+            )
+        return (x if x.layout.is_same(layout) else adapt(x, layout)).values
     checks.tensors(_NAME, **{name: x})
     checks.same_device(_NAME, "q", q.device, **{name: x})
     full, hint = (*q.shape[:3], k.shape[2]), "Give blocks as a BlockSparseTensor of the layout."
@@ -230,7 +242,7 @@ def _backward(call: BlocksparseAttention, kept: Any, grads: Any, needs: Any) -> 
     choose_path=choose_path,
     paths=PATHS,
     backward=_backward,
-    saved=("q", "k", "v", "bias", "relative", "places", "lengths", "layout"),
+    saved=("q", "k", "v", "bias", "relative", "places", "lengths", "layout", "seed"),
     keep=lambda call, results: results,
     once_differentiable=_NAME,
     repeats=True,

@@ -29,9 +29,9 @@ class Tile(NamedTuple):
 class Config:
     """The properties that the kernels of one attention are compiled for, as one constexpr.
 
-    Blocks of the layout (`block_q` by `block_k`), the tile of a step, the width of values (`dv`, 0 for that
-    of q), whether layout and bias have a matrix of their own for each batch and head (and the bias a row for each
-    query), and what is added to the scores: of `terms` terms of relative positions, `window` numbers each.
+    Blocks of the layout (`block_q` by `block_k`), the tile of a step, the widths of q and of values, whether layout
+    and bias have a matrix of their own for each batch and head (and the bias a row for each query), what is added to
+    the scores: of `terms` terms of relative positions, `window` numbers each; and the dropout.
     """
 
     block_q: int
@@ -44,6 +44,7 @@ class Config:
     key_stages: int
     block_d: int
     block_v: int
+    d: int
     dv: int
     causal: bool
     layout_batch: bool
@@ -57,6 +58,7 @@ class Config:
     splits: int = 1
     precision: str = "ieee"
     upcast: bool = False
+    drop: int = 0
 
     @property
     def options(self) -> dict[str, Any]:
@@ -67,15 +69,9 @@ class Config:
 def config_of(p: Problem, tile: Tile, *added: Any) -> Config:
     """The config of kernels for a problem; `added` are its fields from `bias` on."""
     keys = tile.stages if tile.key_stages is None else tile.key_stages
-    wide = *(launch.next_power_of_2(max(d, 16)) for d in (p.d, p.dv)), 0 if p.dv == p.d else p.dv
+    wide = *(launch.next_power_of_2(max(d, 16)) for d in (p.d, p.dv)), p.d, p.dv
     fields: Any = (*p.block, *tile[:5], keys, *wide, p.causal, *p.own, *added)
     return Config(*fields)
-
-
-@triton.jit
-def width_of(D, CONFIG: tl.constexpr):
-    """The width of values."""
-    return D if CONFIG.dv == 0 else CONFIG.dv
 
 
 @triton.jit
@@ -132,6 +128,16 @@ def reached(lengths_ptr, batch, Tq, Tk):
     if lengths_ptr is not None:
         limit = tl.minimum(tl.load(lengths_ptr + batch), Tk)
     return limit, tl.maximum(limit - Tq, tl.minimum(Tk - Tq, 0))
+
+
+@triton.jit
+def meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG: tl.constexpr):
+    """Which queries may meet a key: not one that, below a diagonal, stands behind the keys of its sequence."""
+    meet = lines < Tq
+    if CONFIG.causal:
+        if lengths_ptr is not None:
+            meet = meet & (lines + shift < limit)
+    return meet
 
 
 @triton.jit

@@ -16,7 +16,7 @@ Path = Literal["split", "hopper", "tiles"]
 PATHS: dict[Path, str] = {
     "split": "so few queries that programs are left: the keys of each query are cut among several programs",
     "hopper": "16 bits on Hopper, heads of up to 128 columns, a multiple of 8 and as many in v, blocks from 64 on, a "
-    "positive scale and nothing added to the scores: kernels that the copy engine feeds",
+    "positive scale, nothing added to the scores and no dropout: kernels that the copy engine feeds",
     "tiles": "all other calls: tiles of queries that walk their lists of keys",
 }
 
@@ -63,12 +63,12 @@ def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
 
 def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Path:
     """One of `PATHS`."""
-    plain = call.bias is None and call.relative is None
+    plain = call.bias is None and call.relative is None and call.seed is None
     return path_for(problem_of(call), call.q.dtype, call.q.device, plain)
 
 
 def path_for(problem: Problem, dtype: torch.dtype, device: torch.device, plain: bool) -> Path:
-    """The path of a problem, to whose scores nothing is added if it is `plain`."""
+    """The path of a problem, to whose scores nothing is added, and of which none is dropped, if it is `plain`."""
     if splits_of(problem, device) > 1:
         return "split"
     half = dtype in (torch.float16, torch.bfloat16)
@@ -83,6 +83,15 @@ def first_key(limits: Tensor, tq: int, tk: int) -> Tensor:
     """The position of the first query, where keys end at `limits`: the last query is aligned with the last key, but of
     up to Tk queries none stands in front of the first key, and of more Tq - Tk."""
     return (limits - tq).clamp(min=min(tk - tq, 0))
+
+
+def queries_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Tensor | None:
+    """Int `[B]`: the queries before those that stand behind the keys of their sequence, where these meet no key."""
+    if call.lengths is None or not call.causal:
+        return None
+    tq, tk = call.q.shape[2], call.k.shape[2]
+    limits = call.lengths.clamp(max=tk)
+    return limits - first_key(limits, tq, tk)
 
 
 def empty_like(x: Tensor, width: int | None = None) -> Tensor:

@@ -23,27 +23,19 @@ from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 Path = Literal["matrices", "shared", "transposed", "lines"]
 PATHS: dict[Path, str] = {
     "matrices": "indices along a leading dimension: a program walks the matrices that follow each other",
+    "transposed": "indices along columns: blocks are transposed, and walked by rows",
     "shared": "floats on Hopper along rows of up to 16,384 columns, and a reduction: results of rows in shared memory",
-    "transposed": "indices along columns, with entries enough to pay: blocks are transposed, and walked by rows",
-    "lines": "all other calls: a walk of rows or columns with results in global memory",
+    "lines": "all other calls: a walk of rows with results in global memory",
 }
 LONGEST = 16384
 """Columns of a row at most whose result stands in shared memory: three rows share a multiprocessor then."""
-LEAST = 3 << 21
-"""Entries from which on "transposed" is taken. Its further launches cost the host more, and with 2^22 entries or fewer
-eager calls lost by it on an H100."""
-MOST = 4
-"""Elements of input and result for each entry, up to which it is taken: these are transposed, too."""
 
 
 def choose_path(call: BlocksparseScatterReduce) -> Path:
     """One of `PATHS`, by what the host knows."""
     form, axis, src = Form(*call.form), call.axis[0], call.src
-    if axis == 0:
-        return "matrices"
-    if axis == 1:
-        entries, moved = call.index.numel(), math.prod(form.blocks) * (1 if call.given is None else 2)
-        return "transposed" if entries >= LEAST and moved <= MOST * entries else "lines"
+    if axis < 2:
+        return "transposed" if axis else "matrices"
     # There entries of a row are not joined one after the other: none can tell which is the last.
     floats = src is not None and src.is_floating_point() and call.dtype.is_floating_point and call.reduce != "last"
     fits = floats and 0 < form.n <= LONGEST and not INTERPRET
@@ -259,6 +251,7 @@ _INDEXED = ("index", "layout", "index_layout")
     fake=lambda call: call.values.new_empty(call.index.shape),
     backward=_gather_backward,
     saved=_INDEXED,
+    repeats=True,
 )
 def _gather() -> Any:
     from gossamer.blocksparse._triton.gather import gather
@@ -275,6 +268,7 @@ def _gather() -> Any:
     backward=_scatter_backward,
     saved=_INDEXED,
     keep=_keep_scatter,
+    repeats=True,
 )
 def _scatter(path: str) -> Any:
     from gossamer.blocksparse._triton import scatter_reduce as kernels

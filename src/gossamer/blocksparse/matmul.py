@@ -252,6 +252,7 @@ def _backward(call: BlocksparseMatmul, kept: Any, grads: Any, needs: Any) -> dic
     paths=PATHS,
     backward=_backward,
     saved=("a", "b", "a_layout", "b_layout", "out_layout"),
+    repeats=True,
 )
 def _matmul() -> Any:
     from gossamer.blocksparse._triton.matmul import matmul

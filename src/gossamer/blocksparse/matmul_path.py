@@ -42,13 +42,11 @@ LISTED = {64: 0.55, 128: 0.95}
 """How fast present blocks of a size are multiplied, of the speed with which all are."""
 STRIPPED = {64: 0.51, 128: 0.95}
 """The same of strips of present blocks of the result, wave for wave of programs."""
-MAKING = 5
-"""Steps of a tile of 128 rows which the list of strips costs, a launch of its own."""
 BAND = {64: 64, 128: 32}
 """Block rows in a band, 4,096 rows: the more of them share columns of B, the less often these are read again."""
 LEAST_BAND = 16
-ACROSS, DEEP = 256, 128
-"""Columns of a tile, and bytes of a step along K."""
+ACROSS = 256
+"""Columns of a tile."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +199,7 @@ def choose_walk(
     every = Walk(128, False, False)
     if present > LISTED[block[0]]:
         return every
-    z, m, k, n = sizes
+    z, m, _, n = sizes
     down, across = -(-m // block[0]), -(-n // ACROSS)
     all_waves = -(-z * -(-m // 128) * across // programs)
     share = a * block[0] / 128
@@ -213,7 +211,7 @@ def choose_walk(
     # A row of blocks ends within a strip, half a strip before its end in the mean.
     width = ACROSS // block[2]
     tiles = z * down * min(float(across), out * -(-n // block[2]) / width + 0.5 - 0.5 / width)
-    waves = -(-tiles // programs) * share / STRIPPED[block[0]] + MAKING * DEEP / (k * size)
+    waves = -(-tiles // programs) * share / STRIPPED[block[0]]
     return Walk(block[0], of_a is not None, True, band_of(block[0], down)) if waves < all_waves else every
 
 

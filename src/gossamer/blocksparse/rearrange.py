@@ -484,6 +484,7 @@ def _backward(call: BlocksparseRearrange, kept: Any, grads: Any, needs: Any) -> 
     fake=lambda call: call.values.new_empty(Form(*call.out_form).blocks),
     backward=_backward,
     saved=("layout", "out_layout", "z_map", "i_map", "j_map", "z_inverse", "i_inverse", "j_inverse"),
+    repeats=True,
 )
 def _rearrange() -> Any:
     from gossamer.blocksparse._triton.rearrange import rearrange

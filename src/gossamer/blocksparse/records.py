@@ -198,7 +198,8 @@ class BlocksparseAttention(NamedTuple):
     """softmax(q k^T * scale) v at a layout -> (out `[B, H, Tq, Dv]`, float32 log-sum-exp `[B, H, Tq]`).
 
     `relative` is the product of queries with tables of relative positions, `places` the positions of queries and keys,
-    as `relative.py` makes them; `own` the matrices of the layout that a batch and a head are apart.
+    as `relative.py` makes them; `own` the matrices of the layout that a batch and a head are apart; `drop` and `seed`
+    those of `_core.dropout`.
     """
 
     q: Strided
@@ -213,6 +214,8 @@ class BlocksparseAttention(NamedTuple):
     own: tuple[int, ...]
     causal: bool
     scale: float
+    drop: int
+    seed: Tensor | None
 
 
 class BlocksparseAttentionBwd(NamedTuple):
@@ -234,5 +237,7 @@ class BlocksparseAttentionBwd(NamedTuple):
     own: tuple[int, ...]
     causal: bool
     scale: float
+    drop: int
+    seed: Tensor | None
     with_bias: bool
     with_relative: bool

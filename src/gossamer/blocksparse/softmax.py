@@ -86,6 +86,7 @@ def _backward(call: BlocksparseSoftmax, kept: Any, grads: Any, needs: Any) -> di
     saved=("layout",),
     keep=lambda call, out: (out,),
     once_differentiable=_NAME,
+    repeats=True,
 )
 def _softmax() -> Any:
     from gossamer.blocksparse._triton.softmax import softmax
@@ -98,6 +99,7 @@ def _softmax() -> Any:
     cpu=_cpu.softmax_bwd,
     fake=lambda call: torch.empty_like(call.out, memory_format=torch.contiguous_format),
     once_differentiable=_NAME,
+    repeats=True,
 )
 def _softmax_bwd() -> Any:
     from gossamer.blocksparse._triton.softmax import softmax_bwd

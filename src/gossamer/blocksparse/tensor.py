@@ -171,6 +171,7 @@ def _transpose_backward(call: BlocksparseTranspose, kept: Any, grads: Any, needs
     fake=lambda call: call.x.new_empty(Form(*call.form).blocks),
     backward=_from_dense_backward,
     saved=("layout",),
+    repeats=True,
 )
 def _from_dense() -> Any:
     from gossamer.blocksparse._triton.tensor import from_dense
@@ -184,6 +185,7 @@ def _from_dense() -> Any:
     fake=lambda call: call.values.new_empty(call.form[0], *call.form[5:7]),
     backward=_to_dense_backward,
     saved=("layout",),
+    repeats=True,
 )
 def _to_dense() -> Any:
     from gossamer.blocksparse._triton.tensor import to_dense
@@ -197,6 +199,7 @@ def _to_dense() -> Any:
     fake=lambda call: call.values.new_empty(call.values.mT.shape),
     backward=_transpose_backward,
     saved=("layout",),
+    repeats=True,
 )
 def _transpose() -> Any:
     from gossamer.blocksparse._triton.transpose import transpose

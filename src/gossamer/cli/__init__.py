@@ -9,7 +9,7 @@ from typing import Any
 _COMMANDS = {
     "doctor": (
         "gossamer.cli.doctor",
-        "Show versions and devices, say what computes each function on them, check the results.",
+        "Show versions and devices, name the code that computes each function on them, and check its results.",
     ),
     "sae": ("gossamer.cli.sae", "Train sparse autoencoders, extract their latents to disk, and look at them."),
     "train": ("gossamer.cli.train", "Train transformers whose feed-forward blocks become sparse."),

@@ -77,13 +77,8 @@ def render(title: str, found: list[Found]) -> str:
 def _density(figure: Figure, found: list[Found]) -> None:
     axes, (low, high, bins) = figure.subplots(), DENSITIES
     for number, each in enumerate(found):
-        axes.stairs(
-            each.results["density"],
-            np.logspace(low, high, bins + 1),
-            color=f"C{number}",
-            label=each.label,
-            linewidth=1.5,
-        )
+        edges = np.logspace(low, high, bins + 1)
+        axes.stairs(each.results["density"], edges, color=f"C{number}", label=each.label, linewidth=1.5)
     axes.set(xscale="log", xlabel="share of rows in which a latent fires", ylabel="latents")
     axes.legend(fontsize=9)
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from gossamer.cli.environment import describe, devices, versions
-from gossamer.cli.self_check import REPEATED, checks, watched
+from gossamer.cli.self_check import checks, watched
 
 # On a GPU the first call of each kernel compiles it.
 _SECONDS = {"cpu": 10.0, "cuda": 120.0}
@@ -96,9 +96,9 @@ def _self_check(device: torch.device, paths: Paths, console: Console) -> list[st
                 failures.append(f"{check} on {device}: {type(raised).__name__}: {raised}")
                 continue
         done += 1
-        path = " and ".join(sorted(kinds - {REPEATED})) or "PyTorch"
+        path = " and ".join(sorted(kinds)) or "PyTorch"
         taken = paths.setdefault(check.name, {}).setdefault(str(device), {})
-        if check.variant != "dense" and kinds != {REPEATED}:
+        if check.variant != "dense":
             taken.setdefault(path, check.variant)
         if not error <= check.budget:
             failures.append(f"{check} on {device}: differs from float64 by {error:.2g}, more than {check.budget:g}")
@@ -110,7 +110,7 @@ def _self_check(device: torch.device, paths: Paths, console: Console) -> list[st
 
 def _functions(paths: Paths, found: list[torch.device]) -> Table:
     """The path of each public function in the check, device by device."""
-    table = Table(title="what computes each function", title_justify="left")
+    table = Table(title="the code that computes each function", title_justify="left")
     for column in ("function", *map(str, found)):
         table.add_column(column)
     for name, by_device in paths.items():

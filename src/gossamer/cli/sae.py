@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def extract(
     console = Console(quiet=by_torchrun and os.environ["RANK"] != "0")
     bar = _bar(console)
     done = step = 0
-    try:
+    with _told("extract", lambda: f"stopped at row {done}; the same command goes on from the last whole file", out):
         where = str(resolve_device(device, "gossamer sae extract"))
         if by_torchrun and where.startswith("cuda"):
             where = f"cuda:{os.environ['LOCAL_RANK']}"
@@ -94,18 +94,6 @@ def extract(
             found = extraction.extract(
                 rows, sae_model, out, key=key, batch_size=batch_size, shard_rows=shard_rows, top=top, progress=progress
             )
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(f"stopped at row {done}; the same command goes on from the last whole file") from None
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        raise typer.BadParameter(f"gossamer sae extract: {_bare(str(error))}") from error
-    except (OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith("extract: rank"):
-            raise
-        _complain("extract", error)
-        if (out / "manifest.json").exists():
-            kept = f"Whole files in {out} are kept; the same command goes on from there."
-            Console(stderr=True).print(kept, markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
     console.print(f"{found.rows:,} rows, {found.nnz:,} entries, {len(found)} files in {out}", markup=False)
     console.print(_summary(found))
 
@@ -158,7 +146,7 @@ def train(
     def page() -> None:
         write_text("gossamer sae train", out / "report.html", render(out.resolve().name, read(out)))
 
-    with _told("train"), steps_bar(console) as bar:
+    with _told("train", lambda: "the same command goes on at the last checkpoint"), steps_bar(console) as bar:
         if distributed.is_torchelastic_launched():
             raise ValueError("gossamer sae train: one process trains a run, got those of torchrun. Start it without.")
         where = resolve_device(device, "gossamer sae train")
@@ -283,18 +271,22 @@ def _bar(console: Console) -> Progress:
 
 
 @contextmanager
-def _told(command: str) -> Iterator[None]:
-    """Errors about files on the disk, without a traceback, and in the name of the command."""
+def _told(command: str, way: Callable[[], str] = str, out: Path | None = None) -> Iterator[None]:
+    """Errors about files on the disk, without a traceback, and in the name of the command. `way` says how it goes on
+    after it is stopped, and `out` is a folder in which whole files stay."""
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt(
-            "the same command goes on at the last checkpoint" if command == "train" else ""
-        ) from None
+        raise KeyboardInterrupt(way()) from None
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(f"gossamer sae {command}: {_bare(str(error))}") from error
-    except (FloatingPointError, OSError) as error:
+    except (FloatingPointError, OSError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not str(error).startswith("extract: rank"):
+            raise
         _complain(command, error)
+        if out is not None and (out / "manifest.json").exists():
+            kept = f"Whole files in {out} are kept; the same command goes on from there."
+            Console(stderr=True).print(kept, markup=False, soft_wrap=True)
         raise typer.Exit(1) from None
 
 

@@ -13,13 +13,13 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from gossamer import attention, blocksparse, ffn, gemm, rowsparse, sae
+from gossamer._core.operator import forget
 from gossamer._core.ops import INTERPRET
 from gossamer.gemm.activations import Activation
 
 # The largest difference from float64 at these sizes, relative to the largest element.
 BUDGETS = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 KINDS = {"_triton": "Triton", "_gluon": "Gluon"}
-REPEATED = "repeated"
 
 
 @dataclass(frozen=True)
@@ -51,32 +51,26 @@ class Check:
 
 @contextmanager
 def watched() -> Iterator[set[str]]:
-    """The kinds of kernels that are launched within: "Triton" and "Gluon"; `REPEATED` for one that a call before made.
-
-    None where PyTorch computes everything.
-    """
+    """The kinds of kernels that are launched within: "Triton" and "Gluon"; none where PyTorch computes everything."""
     kinds: set[str] = set()
     if not (torch.cuda.is_available() or INTERPRET):
         yield kinds
         return
     from gossamer._core.launch import Kernel
-    from gossamer._core.replay import Recording
 
-    call, again = Kernel.__call__, Recording.__call__
+    call = Kernel.__call__
+    # No launch is repeated from an earlier check.
+    forget()
 
     def noted(kernel: Kernel, *arguments: Any, **options: Any) -> Any:
         kinds.add(KINDS[kernel.fn.fn.__module__.split(".")[2]])
         return call(kernel, *arguments, **options)
 
-    def repeated(recording: Recording, *arguments: Any) -> Any:
-        kinds.add(REPEATED)
-        return again(recording, *arguments)
-
-    Kernel.__call__, Recording.__call__ = noted, repeated  # type: ignore[method-assign, assignment]
+    Kernel.__call__ = noted  # type: ignore[method-assign, assignment]
     try:
         yield kinds
     finally:
-        Kernel.__call__, Recording.__call__ = call, again  # type: ignore[method-assign]
+        Kernel.__call__ = call  # type: ignore[method-assign]
 
 
 def checks(device: torch.device) -> Iterator[Check]:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from gossamer._core.documents import files
 from gossamer.extract.text import Text
 
 # Rows that tell one source from another, of each shard: enough that no two sources agree in them by chance, and few
@@ -74,9 +75,9 @@ class Source:
         if isinstance(source, Tensor | np.ndarray):
             self.arrays = [_array(source, "source")]
         elif isinstance(source, str | Path):
-            self.arrays = [_open(path, key) for path in _files(Path(source))]
+            self.arrays = _opened(key, source)
         elif isinstance(source, list | tuple) and source and all(isinstance(item, str | Path) for item in source):
-            self.arrays = [_open(path, key) for item in source for path in _files(Path(item))]
+            self.arrays = _opened(key, *source)
         elif callable(getattr(source, "rows_from", None)):
             self._rows_from = source.rows_from
         elif not isinstance(source, Iterable):
@@ -230,16 +231,9 @@ def _check(shape: tuple[int, ...], dtype: Any, name: str) -> None:
         raise TypeError(f"extract: {name} must hold real numbers, got {dtype}.")
 
 
-def _files(path: Path) -> list[Path]:
-    """The file itself, or the files of a folder in the order of their names."""
-    if path.is_dir():
-        found = sorted(f for f in path.iterdir() if f.suffix in (".safetensors", ".npy") and f.is_file())
-        if not found:
-            raise ValueError(f"extract: {path} holds no .safetensors and no .npy file.")
-        return found
-    if not path.is_file():
-        raise FileNotFoundError(f"extract: there is no file {path}.")
-    return [path]
+def _opened(key: str | None, *paths: str | Path) -> list[Array]:
+    found = (file for path in paths for file in files("extract", Path(path), (".safetensors", ".npy")))
+    return [_open(file, key) for file in found]
 
 
 def _open(path: Path, key: str | None) -> Array:

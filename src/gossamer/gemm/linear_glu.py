@@ -56,8 +56,8 @@ def linear_glu(
 
     Returns:
         `[..., N]` in the dtype of the weights, differentiable in x, weights and biases; or `out`. Sums and gating are
-        float32 (float64 for float64). The result is rounded once on a GPU with few rows, and on Hopper from M * N * K
-        of 2e10 on; where the library multiplies (docs/gemm.md) its products are rounded before they are gated.
+        float32 (float64 for float64). The result is rounded once on a GPU with few rows, and by Hopper's kernel; where
+        the library multiplies (docs/gemm.md) its products are rounded before they are gated.
 
     Raises:
         ValueError: shapes or devices do not fit, an unknown activation, or out is not contiguous, shares memory with an

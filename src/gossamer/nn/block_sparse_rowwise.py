@@ -7,29 +7,9 @@ from torch import nn
 from gossamer._core import checks
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, layer_norm, matmul, rms_norm
 
-ELEMENTWISE = (
-    nn.Dropout,
-    nn.ReLU,
-    nn.ReLU6,
-    nn.LeakyReLU,
-    nn.ELU,
-    nn.SELU,
-    nn.CELU,
-    nn.GELU,
-    nn.SiLU,
-    nn.Mish,
-    nn.Sigmoid,
-    nn.Tanh,
-    nn.Softplus,
-    nn.Softsign,
-    nn.Softshrink,
-    nn.Hardshrink,
-    nn.Hardtanh,
-    nn.Hardswish,
-    nn.Hardsigmoid,
-    nn.Threshold,
-    nn.Identity,
-)
+ELEMENTWISE = {nn.Dropout, nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish}
+ELEMENTWISE |= {nn.Sigmoid, nn.Tanh, nn.Softplus, nn.Softsign, nn.Softshrink, nn.Hardshrink, nn.Hardtanh}
+ELEMENTWISE |= {nn.Hardswish, nn.Hardsigmoid, nn.Threshold, nn.Identity}
 """Modules that work element by element: they need the stored values alone."""
 
 

@@ -162,24 +162,23 @@ class CrossLayerTranscoder(torch.nn.Module):
         checks.floating(operator, x=x, y=y)
         checks.same_device(operator, "x", x.device, y=y)
         checks.shape(operator, "y", y, (*x.shape[:-1], self.d_out), "[..., L, d]", "with the rows of x")
-        terms, outputs, l0 = dict[str, Tensor](), [], x.new_zeros((), dtype=torch.float32)
-
-        def add(found: dict[str, Tensor]) -> None:
-            for name, term in found.items():
-                terms[name] = terms[name] + term if name in terms else term
-
+        found, outputs, l0 = [], [], x.new_zeros((), dtype=torch.float32)
         for layer, part in parts:
             rows, fired, nnz = layer._chosen(part, layer._encode)
-            output, found = layer._terms(part, part, rows, fired)
+            output, terms = layer._terms(part, part, rows, fired)
             layer._record(nnz)
-            add(found)
+            found.append(terms)
             outputs.append(output)
             l0 = l0 + fired.detach()
         whole = self._whole(outputs)
         for i, (layer, part) in enumerate(parts):
             target, written = y[..., i:, :].flatten(-2), whole[..., i:, :].flatten(-2)
             dead = layer._dead_loss(part, target, written) if self.training else None
-            add({} if dead is None else {"dead_loss": dead})
+            found.append({} if dead is None else {"dead_loss": dead})
+        terms = {}
+        for each in found:
+            for name, term in each.items():
+                terms[name] = terms[name] + term if name in terms else term
         return total(mean(squared_error(y.flatten(-2), whole.flatten(-2))), terms, l0, whole)
 
     def initialize_(self, y: Tensor) -> None:

@@ -13,22 +13,12 @@ from torch.nn.parallel import DistributedDataParallel
 from gossamer._core.recompute import recomputed
 from gossamer.nn import _recipe
 from gossamer.nn._placement import DIMENSION, OnRanks, as_bytes, like, slice_of, tensors_of
-from gossamer.nn.gated import GatedSAE
 from gossamer.nn.jumprelu import JumpReLUSAE
-from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
-from gossamer.nn.sae import BatchTopKSAE, SAELoss, SparseAutoencoder, TopKSAE
-from gossamer.nn.standard import StandardSAE
-from gossamer.nn.transcoder import BatchTopKTranscoder, JumpReLUTranscoder, Transcoder
+from gossamer.nn.sae import SAELoss, SparseAutoencoder
 from gossamer.sae.sharded import check_group, sum_over
 
 _WHOLE = ("b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering")
 """Tensors that every rank holds whole."""
-
-_SPREAD = (
-    *(TopKSAE, BatchTopKSAE, MatryoshkaSAE, MatryoshkaBatchTopKSAE, JumpReLUSAE, StandardSAE, GatedSAE),
-    *(BatchTopKTranscoder, JumpReLUTranscoder, Transcoder),
-)
-"""The classes whose latents may be spread."""
 
 Kind = TypeVar("Kind", bound=SparseAutoencoder)
 
@@ -64,11 +54,7 @@ def shard_sae(model: Kind, group: Any = None) -> Kind:
     >>> torch.distributed.destroy_process_group()
     """
     operator = "nn.shard_sae"
-    if type(model) not in _SPREAD:
-        names = ", ".join(kind.__name__ for kind in _SPREAD[:-1])
-        raise TypeError(
-            f"{operator}: model must be a {names} or {_SPREAD[-1].__name__} of gossamer.nn, got {type(model).__name__}."
-        )
+    _check(operator, model)
     if model.sharded:
         raise TypeError(f"{operator}: model must be whole, got one that nn.shard_sae made. Give model.gathered().")
     rank, size = check_group(operator, group)
@@ -84,6 +70,11 @@ def shard_sae(model: Kind, group: Any = None) -> Kind:
     sharded: Any = copy.deepcopy(model, memo)
     sharded._placement = OnRanks(group, latents)
     return sharded
+
+
+def _check(operator: str, model: Any) -> None:
+    if not isinstance(model, SparseAutoencoder):
+        raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
 
 
 class DataParallel(torch.nn.Module):
@@ -185,8 +176,7 @@ def data_parallel_sae(model: Kind, group: Any = None) -> DataParallel:
     >>> torch.distributed.destroy_process_group()
     """
     operator = "nn.data_parallel_sae"
-    if not isinstance(model, SparseAutoencoder):
-        raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
+    _check(operator, model)
     check_group(operator, group)
     for name, _ in model.named_buffers():
         if name not in ("firing_counts", "steps_since_fired", "threshold", "input_scale", "steering"):

@@ -21,7 +21,7 @@ from gossamer.attention.selection import everything
 from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.attention_cache import AttentionCache
-from gossamer.nn.plain import hooked, plain_inference, why_called
+from gossamer.nn.plain import hooked, plain_inference, products, why_called
 from gossamer.nn.rotary_embedding import RotaryEmbedding, check_positions
 
 
@@ -481,18 +481,36 @@ class GatedSparseAttention(nn.Module):
         """The layers' results of x, side by side; cos and sin of the positions' angles; the operands of the indexer."""
         if why_called(q_proj=self.q_proj) is None:
             checks.module_input(OPERATOR, "x", x, self.q_proj.weight, "hidden_size", self.q_proj.in_features)
-        layers = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
-        for name, gate in (("value_gate", self.value_gate), ("output_gate", self.output_gate)):
-            if gate is not None:
-                layers[name] = gate.gate_proj
         rotary = self.rotary_emb
         if position_ids is None and type(rotary) is RotaryEmbedding and not hooked(rotary):
             cos, sin = rotary.of_first(x.shape[1], x)
         else:
             cos, sin = rotary(torch.arange(x.shape[1], device=x.device) if position_ids is None else position_ids)
         with span("gsa/qkv_proj"):
-            y = self.normalise(_products(x, layers))
+            y = self.normalise(products(x, self._projections()))
         return y, cos, sin, self.index(x) if indexer else (x.new_empty(0),) * 3
+
+    def _projections(self) -> dict[str, nn.Linear]:
+        """The layers whose results `rotary_gates` takes, in its order."""
+        layers = {"q_proj": self.q_proj, "k_proj": self.k_proj, "v_proj": self.v_proj}
+        gates = {"value_gate": self.value_gate, "output_gate": self.output_gate}
+        return layers | {name: gate.gate_proj for name, gate in gates.items() if gate is not None}
+
+    @torch.no_grad()
+    def merge_projections(self) -> None:
+        """Makes the weights of the projections and gates views of one tensor, so that inference multiplies by all of
+        them at once, and copies none. Parameters keep their names, values and gradients. To move or convert the module
+        undoes it. Safetensors saves no tensors that share memory: save before.
+
+        Raises:
+            TypeError: a layer is no plain `nn.Linear`.
+        """
+        layers = self._projections()
+        if why := why_called(**layers):
+            raise TypeError(f"{OPERATOR}.merge_projections: layers must be plain nn.Linear, but {why}.")
+        weights = [layer.weight for layer in layers.values()]
+        for weight, part in zip(weights, torch.cat(weights).split([len(weight) for weight in weights])):
+            weight.data = part
 
     def _turn(self, y: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """q, k and v `[B, heads, T, D]`, and the output's gate or None."""
@@ -522,7 +540,7 @@ class GatedSparseAttention(nn.Module):
                 # Small ones, of which a part is copied where it is a part of one.
                 q, k, w = (layer(x) for layer in layers.values())
             else:
-                q, k, w = _products(x, layers).split(widths, -1)
+                q, k, w = products(x, layers).split(widths, -1)
         return q.unflatten(-1, (of.num_heads, of.head_dim)).transpose(1, 2), k, w
 
     @torch.no_grad()
@@ -544,27 +562,6 @@ class GatedSparseAttention(nn.Module):
 
 
 OPERATOR = "nn.GatedSparseAttention"
-FEW_TOKENS = 64
-
-
-def _products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
-    """The layers' results of x, side by side; by one product where they are plain and tokens are more than a few, for
-    which putting weights side by side would cost more than the products."""
-    if x.shape[:-1].numel() <= FEW_TOKENS or why_called(**layers) is not None:
-        return torch.cat([layer(x) for layer in layers.values()], -1)
-    width = sum(layer.out_features for layer in layers.values())
-    biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
-    weights: list[Tensor] = [layer.weight for layer in layers.values()]
-    if over := -width % 8:
-        # The fast kernels of 16-bit products want rows of 16 bytes.
-        weights.append(weights[0].new_zeros(over, weights[0].shape[1]))
-        biases.append(None)
-    bias = None
-    if any(each is not None for each in biases):
-        zeros = weights[0].new_zeros(width + over).split([len(weight) for weight in weights])
-        bias = torch.cat([none if b is None else b for b, none in zip(biases, zeros)])
-    out = F.linear(x, torch.cat(weights), bias)
-    return out[..., :width] if over else out
 
 
 def _padding(x: Tensor, lengths: Tensor) -> Tensor:

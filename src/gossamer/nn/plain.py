@@ -1,4 +1,4 @@
-"""Layers that are their weight and bias and nothing else, so that a fused product may read these and call none."""
+"""Layers that are their weight and bias and nothing else, so that one product may read these and call none."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ class _Kept(Generic[Found]):
         or a hook listens. It takes 2 us: every call of a module asks."""
         if any(_GLOBAL_HOOKS):
             return None
-        modules, found = module._modules, []
+        found: list[Tensor | None] = []
+        modules, keep = module._modules, found.append
         for name, kind, tensors, approximate in self._parts:
             part = modules.get(name)
             if type(part) is not kind:
@@ -98,7 +99,7 @@ class _Kept(Generic[Found]):
                 tensor = stored.get(key)
                 if type(tensor) is not of_type or (tensor is not None and tensor.dtype is not dtype):
                     return None
-                found.append(tensor)
+                keep(tensor)
         return found
 
     def settle(self, x: Tensor, path: str) -> None:
@@ -147,3 +148,39 @@ def plain_inference(x: Tensor) -> bool:
         return False
     watched = torch._C._len_torch_dispatch_stack() or torch._C._functorch.peek_interpreter_stack() is not None
     return type(x) is Tensor and not watched
+
+
+FEW_TOKENS = 64
+
+
+def _merged(weights: list[Tensor]) -> Tensor | None:
+    """The weights as one tensor, if they lie behind each other in one piece of memory."""
+    first, at = weights[0], weights[0].storage_offset()
+    for weight in weights:
+        same = weight.untyped_storage()._cdata == first.untyped_storage()._cdata and weight.is_contiguous()
+        if not same or weight.storage_offset() != at or weight.dtype is not first.dtype:
+            return None
+        at += weight.numel()
+    return first.as_strided((sum(map(len, weights)), first.shape[1]), first.stride())
+
+
+def products(x: Tensor, layers: dict[str, nn.Linear]) -> Tensor:
+    """The layers' results of x, side by side; by one product where they are plain and their weights are merged, or
+    tokens are more than a few, for which putting weights side by side would cost more than the products."""
+    plain = why_called(**layers) is None
+    merged = _merged([layer.weight for layer in layers.values()]) if plain and plain_inference(x) else None
+    if not plain or (merged is None and x.shape[:-1].numel() <= FEW_TOKENS):
+        return torch.cat([layer(x) for layer in layers.values()], -1)
+    width = sum(layer.out_features for layer in layers.values())
+    biases: list[Tensor | None] = [layer.bias for layer in layers.values()]
+    weights: list[Tensor] = [layer.weight for layer in layers.values()]
+    if merged is None and (over := -width % 8):
+        # The fast kernels of 16-bit products want rows of 16 bytes.
+        weights.append(weights[0].new_zeros(over, weights[0].shape[1]))
+        biases.append(None)
+    bias = None
+    if any(each is not None for each in biases):
+        zeros = weights[0].new_zeros(max(map(len, weights)))
+        bias = torch.cat([zeros[: len(weight)] if b is None else b for b, weight in zip(biases, weights)])
+    out = nn.functional.linear(x, torch.cat(weights) if merged is None else merged, bias)
+    return out if out.shape[-1] == width else out[..., :width]

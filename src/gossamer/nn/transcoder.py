@@ -29,14 +29,6 @@ class Transcoding(SparseAutoencoder):
     def _centre(self) -> None:
         """Nothing: b_dec is of the other space."""
 
-    def decode(self, rows: Rows) -> Tensor:
-        """Latents `(..., d_sae)` -> their sum of decoder rows and b_dec, `[..., d_out]`, without the skip."""
-        return super().decode(rows)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """x `[..., d_in]` -> reconstruction of y `[..., d_out]`."""
-        return super().forward(x)
-
     def loss(self, x: Tensor, y: Tensor) -> SAELoss:
         """The loss of y `[..., d_out]` reconstructed from x `[..., d_in]`.
 
@@ -62,8 +54,8 @@ class Transcoding(SparseAutoencoder):
 class Transcoder(Transcoding, Reviving):  # type: ignore[misc]
     """Reconstructs one thing from another through the k largest latents of each row: an MLP's output from its input.
 
-    Encoder columns start with unit norm and the decoder at 0, so that training begins at b_dec and not at noise.
-    Dtypes are those of `TopKSAE`.
+    `forward` takes x `[..., d_in]` to y `[..., d_out]`; `decode` leaves the skip out. Encoder columns start with unit
+    norm and the decoder at 0, so that training begins at b_dec and not at noise. Dtypes are those of `TopKSAE`.
 
     Args:
         d_in: size of the vectors to encode.

@@ -25,10 +25,11 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: tor
     return (out if bias is None else out + bias).to(dtype)
 
 
-def dense_seconds(m: int, n: int, d: int, size: int, tf32: bool, index: int) -> float:
-    """The time of x `[m, n]` @ weight `[n, d]` on CUDA device `index`, of elements of `size` bytes. On an H200 cuBLAS
-    takes up to five times as long for 16-bit rows that do not all begin on 16 bytes."""
+def dense_seconds(m: int, n: int, d: int, size: int, tf32: bool, index: int, zeros: bool = False) -> float:
+    """The time of x `[m, n]` @ weight `[n, d]` on CUDA device `index`, of elements of `size` bytes; with `zeros` x has
+    hardly anything else, which draws less power, and a GPU at its limit is faster. On an H200 cuBLAS takes up to five
+    times as long for 16-bit rows that do not all begin on 16 bytes."""
     r = tuning.rates(index)
     flops, moved = 2.0 * m * n * (-(-d // 64) * 64), float(m * n + n * d + m * d) * size
-    rate = 0.9 * r.half if size == 2 else r.tf32 if tf32 else r.ieee
+    rate = (1.2 if zeros else 0.9) * r.half if size == 2 else r.tf32 if tf32 else r.ieee
     return LAUNCH + max(flops / rate, moved / (0.6 * r.copy))

@@ -1,5 +1,6 @@
 """rows @ weight."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,23 +48,8 @@ def matmul(rows: Rows, weight: Tensor, *, out_dtype: torch.dtype | None = None) 
     >>> matmul(pack(torch.tensor([0.0, 2.0])), torch.eye(2)).tolist()
     [0.0, 2.0]
     """
-    operator = "rowsparse.matmul"
-    out = repeat(rows, weight, None, out_dtype)
-    if out is None:
-        check_container(operator, rows)
-        check_weight(operator, rows, weight)
-        checks.float_dtype(operator, "out_dtype", out_dtype, "Convert the result instead.")
-        out = multiply(operator, rows, weight, None, out_dtype)
+    out = multiply("rowsparse.matmul", rows, weight, None, out_dtype)
     return out if len(rows.shape) == 2 else out.view(*rows.shape[:-1], weight.shape[1])
-
-
-def repeat(rows: Any, weight: Any, bias: Any, out_dtype: torch.dtype | None) -> Tensor | None:
-    """`multiply`, where a call like this one has come to an end before; None where the call has to be checked."""
-    key = list_key(rows, weight, bias)
-    if key is None or _checked.get((key, out_dtype)) is None:
-        return None
-    values, indices, spans, source = rows.packed
-    return matmul_operator(Matmul(values, indices, spans, source, weight, bias, out_dtype))
 
 
 def list_key(rows: Any, *others: Any) -> Key | None:
@@ -83,17 +69,27 @@ def multiply(
     weight: Tensor,
     bias: Tensor | None,
     out_dtype: torch.dtype | None,
-    argument: str = "rows",
-    name: str = "weight",
+    names: tuple[str, str, str] = ("rows", "weight", "[N, D]"),
+    check: Callable[[], None] = lambda: None,
 ) -> Tensor:
-    """rows @ weight + bias, `[M, D]`, of checked shapes; the names are those of the caller's signature."""
-    values, indices, spans, dense = parts(operator, rows, argument)
-    if autocast.enabled(weight.device):
-        values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
-    checks.same_dtype(operator, argument, values, **{name: weight})
-    out = matmul_operator(Matmul(values, indices, spans, dense, weight, bias, out_dtype))
+    """rows @ weight + bias, `[M, D]`. `names` are those of the caller's signature, with the weight's shape; `check`
+    looks at the bias, unless a call like this one has come to an end before."""
     key = list_key(rows, weight, bias)
-    _checked.keep(None if key is None else (key, out_dtype), True)
+    key = None if key is None else (key, out_dtype)
+    known, (argument, name, letters) = _checked.get(key), names
+    if known is None:
+        check_container(operator, rows, argument)
+        check_weight(operator, rows, weight, name, letters, argument)
+        checks.float_dtype(operator, "out_dtype", out_dtype, "Convert the result instead.")
+        check()
+    values, indices, spans, dense = parts(operator, rows, argument)
+    if known is None:
+        if autocast.enabled(weight.device):
+            values, dense, weight = autocast.cast(values, dense, weight)  # type: ignore[assignment]
+        checks.same_dtype(operator, argument, values, **{name: weight})
+    out: Tensor = matmul_operator(Matmul(values, indices, spans, dense, weight, bias, out_dtype))
+    if known is None:
+        _checked.keep(key, True)
     return out
 
 

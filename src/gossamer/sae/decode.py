@@ -14,13 +14,13 @@ from gossamer.rowsparse import Rows
 from gossamer.rowsparse._torch.pack import Overflowed, overflow_error
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import empty_slots, sums_over_rows
-from gossamer.rowsparse.matmul import check_weight, gradients, multiply, repeat, sampled_operator
+from gossamer.rowsparse.matmul import gradients, multiply, sampled_operator
 from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.records import SampledMatmul, TransposeKeys
 from gossamer.rowsparse.rows import MOST_SLOTS
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
-from gossamer.sae.decode_path import PATHS, choose_path, named, path_of
+from gossamer.sae.decode_path import MOST, PATHS, SHARE, choose_path, named, path_of
 from gossamer.sae.records import SaeDecode, SaeDecodeLists
 
 _checked: Checked[int] = Checked()
@@ -46,7 +46,8 @@ def decode(
         acts: `[..., d_sae]` dense, any strides, or `Rows` of that shape.
         W_dec: `[d_sae, d_in]`, one row per feature as in SAELens; the dtype and device of acts.
         b_dec: `[d_in]`, added in float32, or None.
-        capacity: entries of a row of dense acts up to which it is gathered; None takes the measured break-even.
+        capacity: entries of a row of dense acts up to which it is gathered; None takes half as many again as take as
+            long as a dense product, at most 4,096.
         out_dtype: dtype of the result; None takes W_dec's. Sums are float32 (float64 for float64).
         group: None, or a `torch.distributed` process group over whose ranks the latents are spread: acts are `Rows` of
             this rank's latents, W_dec is its slice, b_dec is the same on all ranks, and so is the result, after one
@@ -82,12 +83,9 @@ def decode(
             return out if acts.dim() == 2 else out.view(*acts.shape[:-1], W_dec.shape[1])
     if isinstance(acts, Rows):
         try:
-            out = repeat(acts, W_dec, b_dec, out_dtype)
-            if out is None:
-                return decode_rows(operator, acts, W_dec, b_dec, out_dtype)
+            return decode_rows(operator, acts, W_dec, b_dec, out_dtype)
         except Overflowed:
             raise overflow_error(operator) from None
-        return out if len(acts.shape) == 2 else out.view(*acts.shape[:-1], W_dec.shape[1])
     checks.floating(operator, acts=acts, W_dec=W_dec)
     if acts.dim() == 0 or W_dec.dim() != 2 or W_dec.shape[0] != acts.shape[-1]:
         expected = f"d_sae = {acts.shape[-1]}" if acts.dim() else "acts [..., d_sae]"
@@ -110,7 +108,8 @@ def decode(
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
     # Rows with more entries are exact in any case.
-    slots = min(break_even(m, n, d, W_dec) if capacity is None else capacity, n, max(1, MOST_SLOTS // max(m, 1)))
+    slots = min(MOST, break_even(m, n, d, W_dec, SHARE)) if capacity is None else capacity
+    slots = min(slots, n, max(1, MOST_SLOTS // max(m, 1)))
     if keep:
         out = _sae_decode_lists(SaeDecodeLists(flat, W_dec, b_dec, slots, out_dtype))[0]
     else:
@@ -129,9 +128,8 @@ def decode_dense(acts: Tensor, W_dec: Tensor, b_dec: Tensor | None) -> Tensor:
 def decode_rows(
     operator: str, rows: Rows, W_dec: Tensor, b_dec: Tensor | None, out_dtype: torch.dtype | None
 ) -> Tensor:
-    check_weight(operator, rows, W_dec, "W_dec", "[d_sae, d_in]", "acts")
-    check_rest(operator, W_dec, b_dec, out_dtype)
-    out = multiply(operator, rows, W_dec, b_dec, out_dtype, "acts", "W_dec")
+    names, check = ("acts", "W_dec", "[d_sae, d_in]"), lambda: check_rest(operator, W_dec, b_dec, out_dtype)
+    out = multiply(operator, rows, W_dec, b_dec, out_dtype, names, check)
     return out.view(*rows.shape[:-1], W_dec.shape[1])
 
 

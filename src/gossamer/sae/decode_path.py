@@ -24,6 +24,10 @@ operator.PATHS["sae.decode"] = {
 FEW = 45
 """Entries that a row of dense latents is taken to have, whose number the host does not know."""
 
+SHARE, MOST = 1.5, 4096
+"""Slots of a row of dense latents, by the time of a dense product, and at most: dense tiles of rows that overflow take
+twice the time of one, so that more entries than take as long are gathered as well."""
+
 
 def choose_path(m: int, n: int, d: int, weight: Tensor, free: bool = True, keep: bool = False) -> Path:
     """How latents `[m, n]` go through a weight `[n, d]`; the table in docs/sae.md has the same rules.
@@ -33,7 +37,8 @@ def choose_path(m: int, n: int, d: int, weight: Tensor, free: bool = True, keep:
         keep: whether the lists of entries have to be kept for a backward pass.
     """
     # A gain of less than 2 is not worth the loss, up to tenfold, where rows have many entries.
-    if free and dense_is_faster(m, n, d, FEW, weight, packed=False, ahead=2):
+    launches = 1 if one_launch(m, n) else 3
+    if free and dense_is_faster(m, n, d, FEW, weight, packed=False, ahead=2, launches=launches):
         return "dense"
     if not (weight.is_cuda or INTERPRET):
         return "torch"

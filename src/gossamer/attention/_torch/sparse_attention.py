@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gossamer._core import dropout
 from gossamer.attention.records import QUERIES, IndexerLoss, SparseAttention, SparseAttentionBwd, StraightThrough
 
 PARTS = 2
@@ -42,7 +43,8 @@ def selected_blocks(call: Call) -> Iterator[Block]:
                 at = torch.arange(queries.stop - queries.start)
                 keep = ((rows[:, None, keys] >> bits) & 1).flatten(0, 1)[: len(at)].bool()
                 if causal:
-                    keep &= keys <= (queries.start + at + offset)[:, None]
+                    stands = (queries.start + at + offset)[:, None]
+                    keep &= (keys <= stands) & (stands < end)
                     # A key that no query takes may hold NaN.
                     some = keep.any(0)
                     keys, keep = keys[some], keep[:, some]
@@ -60,7 +62,7 @@ def _folded(x: Tensor, b: int, heads: slice, queries: slice, groups: int, keep: 
 def sparse_attention(call: SparseAttention) -> tuple[Tensor, Tensor]:
     """Operator `sparse_attention` -> (out [B, H, Tq, D], lse [B, H, Tq]), in one way for all paths."""
     q, k, v, table = call.q, call.k, call.v, call.table
-    batch, heads, tq, d = q.shape
+    (batch, heads, tq, _), d = q.shape, v.shape[3]
     working = torch.promote_types(q.dtype, torch.float32)
     out = q.new_zeros(batch, tq, heads, d).transpose(1, 2)
     lse = torch.full((batch, heads, tq), -torch.inf, dtype=working)
@@ -74,6 +76,7 @@ def sparse_attention(call: SparseAttention) -> tuple[Tensor, Tensor]:
         most.masked_fill_(most == -torch.inf, 0)
         p = s.sub_(most).exp_()
         total = p.sum(-1, keepdim=True)
+        p = thinned(call, block, p)
         o = (p.flatten(1, 2) @ _rows(v, block, table).to(working)).view(*p.shape[:3], d)
         out[b, those, queries] = (o / total.masked_fill(total == 0, 1)).flatten(0, 1).to(q.dtype)
         lse[b, those, queries] = (most + total.log()).flatten(0, 1)[..., 0]
@@ -112,13 +115,24 @@ def probabilities(call: Any, block: Block) -> Tensor:
     return s.sub_(total.masked_fill(total == -torch.inf, 0)).exp_()
 
 
+def thinned(call: Any, block: Block, p: Tensor) -> Tensor:
+    """A block's probabilities, laid out like `scores`, or their gradients, times the factors of dropout."""
+    if call.seed is None:
+        return p
+    b, queries, those, _, keys, _ = block
+    pair = b * call.q.shape[1] + torch.arange(those.start, those.stop)[:, None, None]
+    query = torch.arange(queries.start, queries.stop)[:, None]
+    return p * dropout.weights(call.seed, pair, query, keys, call.drop, p.dtype).view_as(p)
+
+
 def logits_gradient(call: Any, block: Block, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a block: (probabilities, gradients of the logits, both like `scores`; grad, folded)."""
+    """Of a block: (probabilities times what dropout makes of them, gradients of the logits, both like `scores`; grad,
+    folded)."""
     b, queries, those, theirs, _, keep = block
     p, grad, v = probabilities(call, block), call.grad, call.v
     do = _folded(grad, b, those, queries, theirs.stop - theirs.start, keep)
-    dp = (do @ _rows(v, block).to(do.dtype).transpose(1, 2)).view_as(p)
-    return p, p * (dp - delta[b, those, queries].view(*p.shape[:3], 1)), do
+    dp = thinned(call, block, (do @ _rows(v, block).to(do.dtype).transpose(1, 2)).view_as(p))
+    return thinned(call, block, p), p * (dp - delta[b, those, queries].view(*p.shape[:3], 1)), do
 
 
 def row_statistics(call: Any) -> Tensor:

@@ -11,12 +11,16 @@ the gradients that belong to queries; the third, an item a tile of keys and a gr
 keys, added up in the order of groups as in `sparse_attention_bwd`.
 """
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer._core.philox import dropout_weights
+from gossamer.attention._triton._products import wide_product
 from gossamer.attention._triton.key_lists import key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
 from gossamer.attention._triton.sparse_attention_bwd import await_entry, row_statistics
@@ -38,34 +42,59 @@ def taken(list_ptr, slot, count, capacity, row, rows_held):
     return ((word >> (row % 32)[:, None]) & 1) != 0
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """The sizes that a kernel is compiled for, as one constexpr: columns of q and v, heads of q that share one of k,
+    heads and columns of the indexer."""
+
+    d: int
+    dv: int
+    group: int
+    heads: int
+    di: int
+
+    @property
+    def chunk(self) -> int:
+        """Columns by which products read rows that are too long for registers; 0 where these hold them."""
+        return 32 if max(self.d, self.dv) > 256 else 0
+
+
+@triton.jit
+def rows_product(a_ptr, a, a_read, b_ptr, b, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Rows a of a matrix of D columns times rows b of another one."""
+    if CHUNK > 0:
+        return wide_product(a_ptr, a * D, a_read, b_ptr, b * D, b >= 0, D, CHUNK, "ieee")
+    else:
+        column = tl.arange(0, triton.next_power_of_2(max(16, D)))
+        wide = (column < D)[None, :]
+        x = tl.load(a_ptr + (a[:, None] * D + column[None, :]), mask=a_read[:, None] & wide, other=0.0)
+        y = tl.load(b_ptr + (b[:, None] * D + column[None, :]), mask=wide, other=0.0)
+        return tl.dot(x, y.T, input_precision="ieee")
+
+
 @triton.jit
 def over_heads(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP: tl.constexpr, D: tl.constexpr
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, batch, query, key, keep, T, H, drop, scale, SIZES: tl.constexpr
 ):  # fmt: skip
     """float32 [queries, BLOCK_N]: the mean over heads of attention's probabilities, by the lse of each query, or with
     values the sum over heads of the logits' gradients, by `row_statistics`."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
-    column = tl.arange(0, BLOCK_D)
-    wide = (column < D)[None, :]
+    GROUP: tl.constexpr = SIZES.group
+    CHUNK: tl.constexpr = SIZES.chunk
     total = tl.zeros(keep.shape, tl.float32)
     for head in range(0, H):
         row = (batch * H + head) * T + query
-        here = row[:, None] * D + column[None, :]
-        inside = (query < T)[:, None] & wide
-        at = ((batch * (H // GROUP) + head // GROUP) * T + key)[:, None] * D + column[None, :]
-        q = tl.load(q_ptr + here, mask=inside, other=0.0)
-        k = tl.load(k_ptr + at, mask=wide, other=0.0)
-        s = tl.dot(q, k.T, input_precision="ieee")
+        at = (batch * (H // GROUP) + head // GROUP) * T + key
+        s = rows_product(q_ptr, row, query < T, k_ptr, at, SIZES.d, CHUNK)
         if v_ptr is None:
             lse = tl.load(lse_ptr + row, mask=query < T, other=0.0)
             p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
         else:
             lse = tl.load(lse_ptr + 2 * row, mask=query < T, other=0.0)
             delta = tl.load(lse_ptr + 2 * row + 1, mask=query < T, other=0.0)
-            grad = tl.load(grad_ptr + here, mask=inside, other=0.0)
-            v = tl.load(v_ptr + at, mask=wide, other=0.0)
-            p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None])
-            p *= tl.dot(grad, v.T, input_precision="ieee") - delta[:, None]
+            dp = rows_product(grad_ptr, row, query < T, v_ptr, at, SIZES.dv, CHUNK)
+            if seed_ptr is not None:
+                dp *= dropout_weights(seed_ptr, batch * H + head, query[:, None], key[None, :], drop)
+            p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None]) * (dp - delta[:, None])
         total += tl.where(keep, p, 0.0)
     return total if v_ptr is not None else total / H
 
@@ -149,17 +178,18 @@ def _indexer_lse_kernel(
     tl.store(lse_ptr + batch * T + query, tl.log(total), mask=query < T)
 
 
-@launch.kernel(do_not_specialize=["first"])
+@launch.kernel(do_not_specialize=["first", "drop"])
 def _indexer_rows_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr,
-    dqi_ptr, rows_ptr, first, T, H, capacity, scale, idx_scale,
-    D: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr,
+    counts_ptr, dqi_ptr, rows_ptr, first, T, H, capacity, drop, scale, idx_scale, SIZES: tl.constexpr,
 ):  # fmt: skip
     """Program (M queries, batch): without values the loss of each; the gradients of q, w and bias before those are
     summed.
 
     rows is float32: [B, Hi, T] gradients of the weights after their sigmoid, as many of the biases, losses [B, T].
     """
+    HEADS: tl.constexpr = SIZES.heads
+    DI: tl.constexpr = SIZES.di
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
@@ -174,7 +204,9 @@ def _indexer_rows_kernel(
         slot = start + tl.arange(0, BLOCK_N)
         key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
         keep = taken(lists_ptr, slot, count, capacity, place, active)
-        g = over_heads(q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP, D)
+        g = over_heads(
+            q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, batch, query, key, keep, T, H, drop, scale, SIZES
+        )  # fmt: skip
         ki = keys_of(ki_ptr, batch, key, T, DI)
         scores, u = student(qi, ki, w, bias, idx_scale, NI, M)
         if v_ptr is None:
@@ -197,14 +229,15 @@ def _indexer_rows_kernel(
     tl.store(dqi_ptr + at[:, None] * DI + column[None, :], dqi * idx_scale, mask=held[:, None] & (column < DI)[None, :])
 
 
-@launch.kernel(do_not_specialize=["entries"])
+@launch.kernel(do_not_specialize=["entries", "drop"])
 def _indexer_keys_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr, counts_ptr,
-    dki_ptr, plan_ptr, T, H, capacity, entries, scale, idx_scale,
-    D: tl.constexpr, HEADS: tl.constexpr, DI: tl.constexpr, GROUP: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr,
+    counts_ptr, dki_ptr, plan_ptr, T, H, capacity, entries, drop, scale, idx_scale, SIZES: tl.constexpr,
 ):  # fmt: skip
     """Programs draw items (entry: group of queries and batch; tile of its keys) from a ticket, as in
     `_sparse_attention_bwd_kv_kernel`."""
+    HEADS: tl.constexpr = SIZES.heads
+    DI: tl.constexpr = SIZES.di
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batches = entries // tl.cdiv(T, PARTS * 64)
@@ -233,7 +266,9 @@ def _indexer_keys_kernel(
             query = group * (PARTS * 64) + place
             lse_idx, active = takes_keys(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H)
             keep = taken(list_ptr, slot, count, capacity, place, active)
-            g = over_heads(q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, batch, query, key, keep, T, H, scale, GROUP, D)
+            g = over_heads(
+                q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, batch, query, key, keep, T, H, drop, scale, SIZES
+            )  # fmt: skip
             qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS, DI)
             scores, u = student(qi, ki, w, bias, idx_scale, NI, M)
             if v_ptr is None:
@@ -295,12 +330,13 @@ def _gradients(
     (b, h, t, d), (_, heads, _, di) = q.shape, q_idx.shape
     sigmoids, biases = w.float().sigmoid(), bias.float()
     sizes = {"HEADS": heads, "DI": di}
-    both = {"D": d, **sizes, "GROUP": h // k.shape[1]}
+    both = {"SIZES": Sizes(d, d if v is None else v.shape[3], h // k.shape[1], heads, di)}
+    drop, seed = (call.drop, call.seed) if isinstance(call, StraightThrough) else (0, None)
     dqi = torch.empty(q_idx.shape, dtype=torch.float32, device=q.device)
     rows = torch.empty(2 * b * heads * t + b * t, dtype=torch.float32, device=q.device)
     queries = min(64, 256 // launch.next_power_of_2(heads))
     step = group_chunk(words, 1)
-    operands = (*attended, q_idx, k_idx, sigmoids, biases, lse_idx)
+    operands = (*attended, seed, q_idx, k_idx, sigmoids, biases, lse_idx)
     for first in range(0, words.shape[2], step):
         lists, listed = key_lists(words, lengths, t, causal, 1, first, step)
         grid, capacity = (lists.shape[0] * QUERIES // queries, b, 1), lists.shape[-1]
@@ -309,7 +345,7 @@ def _gradients(
             _indexer_lse_kernel(grid, args, sizes, num_warps=8)
             if behind is not None:
                 lse_idx.masked_fill_(behind, torch.inf)
-        args = (*operands, lists, listed, dqi, rows, first, t, h, capacity, *scales)
+        args = (*operands, lists, listed, dqi, rows, first, t, h, capacity, drop, *scales)
         # Gradients of logits leave a thread of 8 warps too few registers for the indexer's heads.
         _indexer_rows_kernel(grid, args, both, num_warps=8 if v is None else 16)
     dki = torch.zeros(k_idx.shape, dtype=torch.float32, device=q.device)
@@ -318,7 +354,7 @@ def _gradients(
     plan = torch.zeros(2 + 2 * entries, dtype=torch.int32, device=q.device)
     tiles = (listed.view(-1) + (BLOCK_N.value - 1)) // BLOCK_N.value
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
-    args = (*operands, lists, listed, dki, plan, t, h, lists.shape[-1], entries, *scales)
+    args = (*operands, lists, listed, dki, plan, t, h, lists.shape[-1], entries, drop, *scales)
     _indexer_keys_kernel((2 * tuning.programs(q.device), 1, 1), args, both, num_warps=8)
     of_weights, of_biases = rows[: -b * t].view(2, b, heads, t)
     of_weights = of_weights.transpose(1, 2)
@@ -327,9 +363,9 @@ def _gradients(
     return dqi, dki, dw, of_biases.sum((0, 2)), rows[-b * t :]
 
 
-_SIZES = {"D": 128, "HEADS": 4, "DI": 64, "GROUP": 1}
+_SIZES = {"seed_ptr": None, "w_ptr": "*fp32", "lse_idx_ptr": None, "SIZES": Sizes(128, 128, 1, 4, 64)}
 EXAMPLES = {
     _indexer_lse_kernel: {"w_ptr": "*fp32", "HEADS": 4, "DI": 64, "num_warps": 8},
-    _indexer_rows_kernel: {"w_ptr": "*fp32", "lse_idx_ptr": None, "rows_ptr": "*fp32", **_SIZES, "num_warps": 16},
-    _indexer_keys_kernel: {"w_ptr": "*fp32", "lse_idx_ptr": None, **_SIZES, "num_warps": 8},
+    _indexer_rows_kernel: {**_SIZES, "rows_ptr": "*fp32", "num_warps": 16},
+    _indexer_keys_kernel: {**_SIZES, "num_warps": 8},
 }

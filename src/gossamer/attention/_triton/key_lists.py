@@ -1,8 +1,9 @@
 """The keys that a group of neighbouring queries takes, listed, with the bits of the queries that take it beside each.
 
 A group is PARTS blocks of 64 queries. Its list is one buffer of 1 + 2 * PARTS rows of int32: the keys, ascending, and
-below each the bits of the group's queries, 32 a row, in which keys behind a query (with `causal`) and from a length on
-are cleared. A kernel that gathers by the list therefore needs no other rule than the bits, and reads them side by side.
+below each the bits of the group's queries, 32 a row, in which keys behind a query and queries behind their sequence
+(with `causal`), and keys from a length on are cleared. A kernel that gathers by the list therefore needs no other rule
+than the bits, and reads them side by side.
 
 One program walks the words of a group, BLOCK keys at a time, and carries how many it has listed. A list has as many
 slots as there are visible keys, so that it cannot overflow. Where groups are few, the keys are cut into segments, each
@@ -23,10 +24,14 @@ SEGMENT_TILE = 1024
 
 
 @triton.jit
-def not_behind(word, before, LAST: tl.constexpr):
-    """word without the bits of queries that stand before the key: the lowest `before` of LAST + 1."""
+def seen(word, key, first, end, LAST: tl.constexpr):
+    """word, whose bit 0 is the query that stands at key `first`, without the bits of queries that stand before the key,
+    or behind the sequence's keys, of which there are `end`. LAST is the last bit."""
+    before, after = key - first, end - first
     kept = word & (tl.full(word.shape, -1, word.dtype) << tl.minimum(tl.maximum(before, 0), LAST).to(word.dtype))
-    return tl.where(before > LAST, 0, kept)
+    kept = tl.where(before > LAST, 0, kept)
+    least = tl.minimum(tl.maximum(after, 0), LAST).to(word.dtype)
+    return kept & tl.where(after > LAST, -1, ~(tl.full(least.shape, -1, word.dtype) << least))
 
 
 @triton.jit
@@ -58,8 +63,8 @@ def _key_lists_kernel(
     words_ptr += (scope.to(tl.int64) * N + part)[:, None] * Tk
     lists_ptr += out * (1 + 2 * PARTS) * capacity + segment * each
     # Query i stands at key i + offset.
-    end, offset = positions(lengths_ptr, scope // SCOPES, Tq, Tk)
-    end = tl.minimum(end, (segment + 1) * each)
+    length, offset = positions(lengths_ptr, scope // SCOPES, Tq, Tk)
+    end = tl.minimum(length, (segment + 1) * each)
     if CAUSAL:
         end = tl.minimum(end, (first + group + 1) * (64 * PARTS) + offset)
     found = 0
@@ -67,10 +72,7 @@ def _key_lists_kernel(
         key = start + tl.arange(0, BLOCK)
         word = tl.load(words_ptr + key[None, :], mask=(part < N)[:, None] & (key < end)[None, :], other=0)
         if CAUSAL:
-            # Bit i of a part is query 64 * part + i: those before the key are cleared.
-            before = key[None, :] - (part * 64 + offset)[:, None]
-            seen = tl.full([PARTS, BLOCK], -1, tl.int64) << tl.maximum(tl.minimum(before, 63), 0).to(tl.int64)
-            word = tl.where(before > 63, 0, word & seen)
+            word = seen(word, key[None, :], (part * 64 + offset)[:, None], length, 63)
         taken = tl.max((word != 0).to(tl.int32), axis=0)
         slot = found + tl.cumsum(taken, axis=0) - taken
         tl.store(lists_ptr + slot, key, mask=taken != 0)

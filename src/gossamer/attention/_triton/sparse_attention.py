@@ -7,12 +7,13 @@ online and in base 2. The bits come as rows of 32 queries, so that a warp, whose
 such row, reads a word for each of its keys and tests one bit of it: the mask costs two instructions a score. Which keys
 stand behind a query is settled on the words, a 32nd of the scores; a list's words have it settled.
 
-Where D is no power of two the tile is padded with zeros.
+Where a width is no power of two the tile is padded with zeros. Where one is above 256 products read their operands by
+parts of their columns, and programs sum a block of columns each.
 """
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
+from gossamer._core.philox import dropout_weights
 from gossamer._core.ranges import span
-from gossamer.attention._triton.key_lists import key_lists, not_behind, positions
+from gossamer.attention._triton._products import AS_K, block_of_columns, reached, strided, wide_product
+from gossamer.attention._triton.key_lists import key_lists, positions, seen
 from gossamer.attention._triton.sparse_decode import sparse_decode
 from gossamer.attention.records import QUERIES, SparseAttention, SparseAttentionBwd
 
@@ -33,7 +36,7 @@ LIST_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Tile:
-    """Compile-time sizes of a kernel that gathers by lists."""
+    """Blocks of 64 queries and keys of a step, and the options of a launch."""
 
     parts: int
     keys: int
@@ -46,19 +49,45 @@ class Tile:
         return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-def fwd_tile(q: Tensor, path: str) -> Tile:
-    """Tile of the forward pass.
+@dataclass(frozen=True)
+class Config:
+    """The properties that a kernel is compiled for, as one constexpr.
 
-    At D = 128 on an H200, 128 queries in two programs an SM, for which a thread has 128 registers and spills 13, took
-    1.88 ms at 32,768 keys, 64 queries 2.11, and 128 in one program 2.72. At 4,096 keys 64 queries were the fastest.
-    In float32, 64 keys a step took 0.65 ms where 32 took 0.76, of 1,024 keys.
+    q has `d` columns, v `dv`. A program sums `block_d` columns of what is as wide as q, and `block_v` of what is as
+    wide as v. Where `chunk` is above 0, products read their operands by so many columns, since a thread's registers
+    hold no whole rows.
     """
+
+    scopes: int
+    parts: int
+    keys: int
+    d: int
+    dv: int
+    block_d: int
+    block_v: int
+    chunk: int
+    precision: str
+    walk: int = 0
+
+
+def config_of(tile: Tile, scopes: int, q: Tensor, dv: int, most: int = 256) -> Config:
+    """The config for a tile, of which `most` columns are summed at a time."""
+    d, precision = q.shape[3], tuning.dot_precision(q, q.shape[3])["PRECISION"]
+    of_q, of_v = (min(most, launch.next_power_of_2(max(16, width))) for width in (d, dv))
+    wide = 256 if q.element_size() == 2 or precision != "ieee" else 32
+    chunk = 0 if max(d, dv) <= wide else 64 if q.element_size() == 2 else 32
+    return Config(scopes, tile.parts, tile.keys, d, dv, of_q, of_v, chunk, precision)
+
+
+def fwd_tile(call: SparseAttention) -> Tile:
+    """Tile of the forward pass."""
+    q, width = call.q, max(call.q.shape[3], call.v.shape[3])
     if q.element_size() > 2:
-        wide = 32 < q.shape[3] <= 128
-        return Tile(parts=1, keys=64 if wide else 32, warps=4 if q.shape[3] <= 32 else 8, stages=2)
-    if q.shape[3] > 128:
-        return Tile(parts=2, keys=32, warps=8, stages=2)
-    if path == "tiles" or not tuning.hopper(q.device):
+        return Tile(parts=1, keys=64 if 32 < width <= 128 else 32, warps=4 if width <= 32 else 8, stages=2)
+    if width > 128:
+        return Tile(parts=2 if width <= 256 else 1, keys=32, warps=8, stages=2)
+    # The numbers of dropout need registers, too.
+    if call.path == "tiles" or call.seed is not None or not tuning.hopper(q.device):
         return Tile(parts=1, keys=64, warps=4, stages=3)
     return Tile(parts=2, keys=64, warps=8, stages=2, registers=128)
 
@@ -69,19 +98,20 @@ LISTS, TILES, TILES_CAUSAL = 0, 1, 2
 
 @triton.jit
 def begin_walk(
-    from_ptr, counts_ptr, first, group, batch, scope, batches, Tq, capacity,
-    SCOPES: tl.constexpr, PARTS: tl.constexpr, WALK: tl.constexpr,
+    from_ptr, counts_ptr, first, group, batch, scope, batches, Tq, capacity, CONFIG: tl.constexpr
 ):  # fmt: skip
     """(where the list, or the words, of a group of queries begin; how many keys to walk; where query 0 stands).
 
     Of tiles `from_ptr` has words as pairs of int32, `capacity` is Tk, and `counts_ptr` has lengths, or is None.
     """
-    if WALK == 0:
+    PARTS: tl.constexpr = CONFIG.parts
+    SCOPES: tl.constexpr = CONFIG.scopes
+    if CONFIG.walk == 0:
         listed = group.to(tl.int64) * (batches * SCOPES) + batch * SCOPES + scope
         return from_ptr + listed * (1 + 2 * PARTS) * capacity, tl.load(counts_ptr + listed), 0
     else:
         end, offset = positions(counts_ptr, batch, Tq, capacity)
-        if WALK == 2:
+        if CONFIG.walk == 2:
             end = tl.minimum(end, (first + group + 1) * (64 * PARTS) + offset)
         block = (batch * SCOPES + scope) * ((Tq + 63) // 64) + (first + group) * PARTS
         return from_ptr + block * 2 * capacity, end, offset
@@ -89,10 +119,12 @@ def begin_walk(
 
 @triton.jit
 def walk_keys(
-    from_ptr, start, count, offset, query, row, Tq, capacity, PARTS: tl.constexpr, BLOCK_N: tl.constexpr,
-    WALK: tl.constexpr,
+    from_ptr, start, count, offset, query, row, Tq, capacity, CONFIG: tl.constexpr
 ):  # fmt: skip
     """(the next BLOCK_N keys; which of them are read at all; bool [64 * PARTS, BLOCK_N], which query takes which)."""
+    PARTS: tl.constexpr = CONFIG.parts
+    BLOCK_N: tl.constexpr = CONFIG.keys
+    WALK: tl.constexpr = CONFIG.walk
     slot = start + tl.arange(0, BLOCK_N)
     half = tl.arange(0, 2 * PARTS)
     if WALK == 0:
@@ -109,107 +141,90 @@ def walk_keys(
             inside = (slot < count) & (query + part * 64 < Tq)
             both = tl.load((from_ptr + part * 2 * capacity).to(tl.pointer_type(tl.int64)) + slot, mask=inside, other=0)
             if WALK == 2:
-                both = not_behind(both, slot - (query + part * 64 + offset), 63)
+                both = seen(both, slot, query + part * 64 + offset, count, 63)
             some = some | (both != 0)
         at = from_ptr + (half // 2 * 2 * capacity + half % 2)[:, None] + 2 * slot[None, :]
         inside = (query + half * 32 < Tq)[:, None] & (slot < count)[None, :]
         word = tl.load(at, mask=inside, other=0)
         if WALK == 2:
-            word = not_behind(word, slot[None, :] - (query + half * 32 + offset)[:, None], 31)
+            word = seen(word, slot[None, :], (query + half * 32 + offset)[:, None], count, 31)
     word = tl.reshape(tl.broadcast_to(word[:, None, :], (2 * PARTS, 32, BLOCK_N)), (64 * PARTS, BLOCK_N))
     return key, some, (word & (tl.full([64 * PARTS], 1, tl.int32) << (row & 31))[:, None]) != 0
 
 
-@triton.jit
-def wide_product(
-    a_ptr, a_at, a_read, b_ptr, b_at, b_read, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
-    """Rows of a times rows of b, CHUNK columns at a time, so that a thread's registers hold the operands."""
-    s = tl.zeros([a_at.shape[0], b_at.shape[0]], tl.float32)
-    for start in range(0, D, CHUNK):
-        column = start + tl.arange(0, CHUNK)
-        some = (column < D)[None, :]
-        a = tl.load(a_ptr + a_at[:, None] + column[None, :], mask=a_read[:, None] & some, other=0.0)
-        b = tl.load(b_ptr + b_at[:, None] + column[None, :], mask=b_read[:, None] & some, other=0.0)
-        s = tl.dot(a, b.T, s, input_precision=PRECISION)
-    return s
-
-
-@launch.kernel(do_not_specialize=["first", "Tq", "sharing"])
+@launch.kernel(do_not_specialize=["first", "Tq", "sharing", "drop"])
 def _sparse_attention_fwd_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, from_ptr, counts_ptr,
-    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, first, Tq, capacity, sharing, scale,
-    SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    WALK: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, out_ptr, lse_ptr, from_ptr, counts_ptr, seed_ptr,
+    stride_qb, stride_qh, stride_qt, stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt,
+    first, Tq, capacity, sharing, drop, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Program (group of queries, the last first; head; batch). So many heads are `sharing` one of k."""
-    BLOCK_M: tl.constexpr = 64 * PARTS
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
+    """Program (group of queries, the last first; head and block of v's columns; batch). So many heads are `sharing` one
+    of k. The strides of v are None where they are those of k, and its width, too."""
+    BLOCK_M: tl.constexpr = 64 * CONFIG.parts
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
+    CHUNK: tl.constexpr = CONFIG.chunk
+    PRECISION: tl.constexpr = CONFIG.precision
+    BLOCK_N: tl.constexpr = CONFIG.keys
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
     group = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
+    head, of_v = block_of_columns(tl.program_id(1), DV, BLOCK_V)
+    head, batch = head.to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1) // ((DV + BLOCK_V - 1) // BLOCK_V)
     row = tl.arange(0, BLOCK_M)
     begin = (first + group) * BLOCK_M
     query = (begin + row).to(tl.int64)
     column = tl.arange(0, BLOCK_D)
     wide = (column < D)[None, :]
-    inside = (query < Tq)[:, None] & wide
     q_ptr += batch * stride_qb + head * stride_qh
-    # Products in float32 arithmetic hold their operands in registers: a row of more columns than these spills.
-    CHUNK: tl.constexpr = 32
-    IN_CHUNKS: tl.constexpr = (q_ptr.dtype.element_ty == tl.float32) & (PRECISION == "ieee") & (D > CHUNK)
     q = tl.zeros([1, 1], tl.float32)
-    if not IN_CHUNKS:
+    if CHUNK == 0:
+        inside = (query < Tq)[:, None] & wide
         q = tl.load(q_ptr + query[:, None] * stride_qt + column[None, :], mask=inside, other=0.0)
     k_ptr += batch * stride_kb + (head // sharing) * stride_kh
-    v_ptr += batch * stride_kb + (head // sharing) * stride_kh
+    if stride_vt is None:
+        v_ptr += batch * stride_kb + (head // sharing) * stride_kh
+    else:
+        v_ptr += batch * stride_vb + (head // sharing) * stride_vh
     from_ptr, count, offset = begin_walk(
-        from_ptr, counts_ptr, first, group, batch, head * SCOPES // heads, tl.num_programs(2), Tq, capacity,
-        SCOPES, PARTS, WALK,
+        from_ptr, counts_ptr, first, group, batch, head * CONFIG.scopes // heads, tl.num_programs(2), Tq, capacity,
+        CONFIG,
     )  # fmt: skip
     log2_scale = scale * 1.4426950408889634
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     for start in range(0, count, BLOCK_N):
-        key, some, keep = walk_keys(
-            from_ptr, start, count, offset, begin, row, Tq, capacity, PARTS, BLOCK_N, WALK
-        )  # fmt: skip
-        at = key[:, None] * stride_kt + column[None, :]
-        read = some[:, None] & wide
-        if IN_CHUNKS:
+        key, some, keep = walk_keys(from_ptr, start, count, offset, begin, row, Tq, capacity, CONFIG)
+        if CHUNK > 0:
             s = wide_product(
                 q_ptr, query * stride_qt, query < Tq, k_ptr, key * stride_kt, some, D, CHUNK, PRECISION
             )  # fmt: skip
         else:
-            k = tl.load(k_ptr + at, mask=read, other=0.0)
+            at = key[:, None] * stride_kt + column[None, :]
+            k = tl.load(k_ptr + at, mask=some[:, None] & wide, other=0.0)
             s = tl.dot(q, k.T, input_precision=PRECISION)
         s = tl.where(keep, s, float("-inf"))
         most = tl.maximum(m, tl.max(s, 1) * log2_scale)
         finite = tl.where(most == float("-inf"), 0.0, most)
         p = tl.exp2(s * log2_scale - finite[:, None])
         shrink = tl.exp2(m - finite)
-        v = tl.load(v_ptr + at, mask=read, other=0.0)
+        if stride_vt is None:
+            at = key[:, None] * stride_kt + of_v[None, :]
+        else:
+            at = key[:, None] * stride_vt + of_v[None, :]
+        v = tl.load(v_ptr + at, mask=some[:, None] & (of_v < DV)[None, :], other=0.0)
         total = total * shrink + tl.sum(p, 1)
+        if seed_ptr is not None:
+            p *= dropout_weights(seed_ptr, batch * heads + head, (begin + row)[:, None], key[None, :], drop)
         acc = tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
         m = most
     out = acc / tl.where(total == 0, 1.0, total)[:, None]
-    out_ptr += ((batch * Tq + query) * heads + head)[:, None] * D + column[None, :]
-    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=inside)
+    out_ptr += ((batch * Tq + query) * heads + head)[:, None] * DV + of_v[None, :]
+    tl.store(out_ptr, out.to(out_ptr.dtype.element_ty), mask=(query < Tq)[:, None] & (of_v < DV)[None, :])
     lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
     tl.store(lse_ptr + (batch * heads + head) * Tq + query, lse, mask=query < Tq)
-
-
-def strided(x: Tensor) -> Tensor:
-    """x [..., D] with rows whose elements are neighbours."""
-    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
-
-
-def alike(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v with the same strides, in which 32 bits reach every row of a head."""
-    k, v = strided(k), strided(v)
-    near = k.shape[2] * k.stride(2) < 1 << 31
-    return (k, v) if near and k.stride() == v.stride() else (k.contiguous(), v.contiguous())
 
 
 def group_chunk(words: Tensor, parts: int) -> int:
@@ -240,27 +255,26 @@ def sparse_attention(call: SparseAttention) -> tuple[Tensor, Tensor]:
     """Operator `sparse_attention` -> (out [B, H, Tq, D] in memory as [B, Tq, H, D], lse [B, H, Tq])."""
     if call.path == "decode":
         return sparse_decode(call)
-    q, k, v, words, _, _, scale, *_ = call
-    b, h, tq, d = q.shape
-    g, tk = k.shape[1:3]
-    out = q.new_empty(b, tq, h, d)
+    q, k, v, tq = call.q, call.k, call.v, call.q.shape[2]
+    (b, h, *_), (_, g, tk, dv) = q.shape, v.shape
+    out = q.new_empty(b, tq, h, dv)
     lse = q.new_empty((b, h, tq), dtype=torch.float32)
-    if tk == 0 or d == 0 or out.numel() == 0:
+    if tk == 0 or out.numel() == 0:
         return out.zero_().transpose(1, 2), lse.fill_(-math.inf)
     q = strided(q)
-    k, v = alike(k, v)
-    tile = fwd_tile(q, call.path)
-    meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
+    k, v, strides = reached(k, v)
+    tile = fwd_tile(call)
+    config = config_of(tile, call.words.shape[1], q, dv, 512)
+    grid = h * launch.cdiv(dv, config.block_v), b
     for first, groups, walked, ends, capacity, walk in walks(call, tile.parts):
-        args = (q, k, v, out, lse, walked, ends, *q.stride()[:3], *k.stride()[:3], first, tq, capacity, h // g, scale)
-        meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-        _sparse_attention_fwd_kernel((groups, h, b), args, meta, **tile.options())
+        sizes = (*q.stride()[:3], *strides, first, tq, capacity, h // g, call.drop, call.scale)
+        args = (q, k, v, out, lse, walked, ends, call.seed, *sizes)
+        meta = {"CONFIG": replace(config, walk=walk)}
+        _sparse_attention_fwd_kernel((groups, *grid), args, meta, **tile.options())
     return out.transpose(1, 2), lse
 
 
+EXAMPLE = Config(1, 2, 64, 128, 128, 128, 128, 0, "ieee")
 EXAMPLES = {
-    _sparse_attention_fwd_kernel: {
-        "SCOPES": 1, "D": 128, "BLOCK_N": 64, "PARTS": 2, "WALK": LISTS, "PRECISION": "ieee", "num_warps": 8,
-        "maxnreg": 128,
-    },
-}  # fmt: skip
+    _sparse_attention_fwd_kernel: {**AS_K, "seed_ptr": None, "CONFIG": EXAMPLE, "num_warps": 8, "maxnreg": 128},
+}

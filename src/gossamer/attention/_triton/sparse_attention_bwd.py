@@ -16,6 +16,8 @@ may see one of them stream past it with their words, and it writes its sums once
 fewer programs than multiprocessors, each head of q has programs of its own, whose float32 sums are added afterwards.
 """
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -23,16 +25,17 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
-from gossamer.attention._triton.key_lists import key_lists, not_behind, positions
+from gossamer._core.philox import dropout_weights
+from gossamer.attention._triton._products import AS_K, block_of_columns, reached, strided, wide_product
+from gossamer.attention._triton.key_lists import key_lists, positions, seen
 from gossamer.attention._triton.sparse_attention import (
-    LISTS,
+    EXAMPLE,
+    Config,
     Tile,
-    alike,
     begin_walk,
-    strided,
+    config_of,
     walk_keys,
     walks,
-    wide_product,
 )
 from gossamer.attention.records import SparseAttentionBwd, StraightThrough
 
@@ -42,7 +45,7 @@ def query_tile(d: int, element_size: int) -> Tile:
     if element_size > 2:
         return Tile(parts=1, keys=32, warps=8 if d > 64 else 4, stages=1)
     if d > 128:
-        return Tile(parts=1, keys=32, warps=4, stages=1)
+        return Tile(parts=1, keys=32, warps=4 if d <= 256 else 8, stages=1)
     return Tile(parts=1, keys=64, warps=4, stages=2)
 
 
@@ -56,161 +59,209 @@ def key_tile(d: int, element_size: int) -> Tile:
 @launch.kernel
 def _row_statistics_kernel(
     grad_ptr, q_ptr, out_ptr, lse_ptr, grad_lse_ptr, stats_ptr, grad_out_ptr, q_out_ptr,
-    stride_gb, stride_gh, stride_gt, stride_qb, stride_qh, stride_qt, Tq, D: tl.constexpr, BLOCK_M: tl.constexpr,
+    stride_gb, stride_gh, stride_gt, stride_qb, stride_qh, stride_qt, Tq,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Program (BLOCK_M queries, head, batch): (lse in base 2, grad * out summed - gradient of lse) of each query, and
     contiguous copies of grad and q, 0 for a query that takes no key, which may hold NaN."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
     head, batch, heads = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64), tl.num_programs(1)
     query = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
-    column = tl.arange(0, BLOCK_D)
     row = (batch * heads + head) * Tq + query
-    inside = (query < Tq)[:, None] & (column < D)[None, :]
     lse = tl.load(lse_ptr + row, mask=query < Tq, other=float("-inf"))
     taking = lse != float("-inf")
-    read = taking[:, None] & inside
-    grad_ptr += batch * stride_gb + head * stride_gh
-    q_ptr += batch * stride_qb + head * stride_qh
-    grad = tl.load(grad_ptr + query[:, None] * stride_gt + column[None, :], mask=read, other=0.0)
-    q = tl.load(q_ptr + query[:, None] * stride_qt + column[None, :], mask=read, other=0.0)
-    at = ((batch * Tq + query) * heads + head)[:, None] * D + column[None, :]
+    column = tl.arange(0, triton.next_power_of_2(max(16, D)))[None, :]
+    at = batch * stride_qb + head * stride_qh + query[:, None] * stride_qt + column
+    q = tl.load(q_ptr + at, mask=taking[:, None] & (column < D), other=0.0)
+    tl.store(q_out_ptr + row[:, None] * D + column, q, mask=(query < Tq)[:, None] & (column < D))
+    column = tl.arange(0, triton.next_power_of_2(max(16, DV)))[None, :]
+    read = taking[:, None] & (column < DV)
+    at = batch * stride_gb + head * stride_gh + query[:, None] * stride_gt + column
+    grad = tl.load(grad_ptr + at, mask=read, other=0.0)
+    at = ((batch * Tq + query) * heads + head)[:, None] * DV + column
     out = tl.load(out_ptr + at, mask=read, other=0.0)
     delta = tl.sum(grad.to(tl.float32) * out.to(tl.float32), axis=1)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + row, mask=taking, other=0.0)
-    at = row[:, None] * D + column[None, :]
-    tl.store(grad_out_ptr + at, grad, mask=inside)
-    tl.store(q_out_ptr + at, q, mask=inside)
+    tl.store(grad_out_ptr + row[:, None] * DV + column, grad, mask=(query < Tq)[:, None] & (column < DV))
     tl.store(stats_ptr + 2 * row, lse * 1.4426950408889634, mask=query < Tq)
     tl.store(stats_ptr + 2 * row + 1, delta, mask=query < Tq)
 
 
-@launch.kernel(do_not_specialize=["first", "Tq", "sharing"])
+@launch.kernel(do_not_specialize=["first", "Tq", "sharing", "drop"])
 def _sparse_attention_bwd_q_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, stats_ptr, from_ptr, counts_ptr,
-    stride_kb, stride_kh, stride_kt, first, Tq, capacity, sharing, scale,
-    SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, PARTS: tl.constexpr,
-    WALK: tl.constexpr, PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, dq_ptr, stats_ptr, from_ptr, counts_ptr, seed_ptr,
+    stride_kb, stride_kh, stride_kt, stride_vb, stride_vh, stride_vt, first, Tq, capacity, sharing, drop, scale,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Program (group of queries, the last first; head; batch). So many heads are `sharing` one of k."""
-    BLOCK_M: tl.constexpr = 64 * PARTS
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
+    """Program (group of queries, the last first; head and block of q's columns; batch). So many heads are `sharing` one
+    of k. The strides of v are None where they are those of k, and its width, too."""
+    BLOCK_M: tl.constexpr = 64 * CONFIG.parts
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
+    CHUNK: tl.constexpr = CONFIG.chunk
+    PRECISION: tl.constexpr = CONFIG.precision
+    BLOCK_N: tl.constexpr = CONFIG.keys
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
     group = tl.num_programs(0) - 1 - tl.program_id(0)
-    head, batch = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    heads = tl.num_programs(1)
+    head, column = block_of_columns(tl.program_id(1), D, BLOCK_D)
+    head, batch = head.to(tl.int64), tl.program_id(2).to(tl.int64)
+    heads = tl.num_programs(1) // ((D + BLOCK_D - 1) // BLOCK_D)
     row = tl.arange(0, BLOCK_M)
     begin = (first + group) * BLOCK_M
     query = begin + row
-    column = tl.arange(0, BLOCK_D)
     wide = (column < D)[None, :]
-    inside = (query < Tq)[:, None] & wide
+    of_v = tl.arange(0, BLOCK_V)
+    wide_v = (of_v < DV)[None, :]
     token = (batch * heads + head) * Tq + query
     here = token[:, None] * D + column[None, :]
-    CHUNK: tl.constexpr = 32
-    IN_CHUNKS: tl.constexpr = (q_ptr.dtype.element_ty == tl.float32) & (PRECISION == "ieee") & (D > CHUNK)
+    inside = (query < Tq)[:, None] & wide
     q = tl.zeros([1, 1], tl.float32)
     grad = tl.zeros([1, 1], tl.float32)
-    if not IN_CHUNKS:
+    if CHUNK == 0:
         q = tl.load(q_ptr + here, mask=inside, other=0.0)
-        grad = tl.load(grad_ptr + here, mask=inside, other=0.0)
+        grad_at = token[:, None] * DV + of_v[None, :]
+        grad = tl.load(grad_ptr + grad_at, mask=(query < Tq)[:, None] & wide_v, other=0.0)
     lse = tl.load(stats_ptr + 2 * token, mask=query < Tq, other=0.0)
     delta = tl.load(stats_ptr + 2 * token + 1, mask=query < Tq, other=0.0)
     k_ptr += batch * stride_kb + (head // sharing) * stride_kh
-    v_ptr += batch * stride_kb + (head // sharing) * stride_kh
+    if stride_vt is None:
+        v_ptr += batch * stride_kb + (head // sharing) * stride_kh
+    else:
+        v_ptr += batch * stride_vb + (head // sharing) * stride_vh
     from_ptr, count, offset = begin_walk(
-        from_ptr, counts_ptr, first, group, batch, head * SCOPES // heads, tl.num_programs(2), Tq, capacity,
-        SCOPES, PARTS, WALK,
+        from_ptr, counts_ptr, first, group, batch, head * CONFIG.scopes // heads, tl.num_programs(2), Tq, capacity,
+        CONFIG,
     )  # fmt: skip
     log2_scale = scale * 1.4426950408889634
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for start in range(0, count, BLOCK_N):
-        key, some, keep = walk_keys(
-            from_ptr, start, count, offset, begin, row, Tq, capacity, PARTS, BLOCK_N, WALK
-        )  # fmt: skip
-        at = key[:, None] * stride_kt + column[None, :]
-        read = some[:, None] & wide
-        k = tl.load(k_ptr + at, mask=read, other=0.0)
-        if IN_CHUNKS:
-            rows, keys = token * D, key * stride_kt
-            s = wide_product(q_ptr, rows, query < Tq, k_ptr, keys, some, D, CHUNK, PRECISION)
-            dp = wide_product(grad_ptr, rows, query < Tq, v_ptr, keys, some, D, CHUNK, PRECISION)
+        key, some, keep = walk_keys(from_ptr, start, count, offset, begin, row, Tq, capacity, CONFIG)
+        k = tl.load(k_ptr + key[:, None] * stride_kt + column[None, :], mask=some[:, None] & wide, other=0.0)
+        at = key * (stride_kt if stride_vt is None else stride_vt)
+        if CHUNK > 0:
+            s = wide_product(q_ptr, token * D, query < Tq, k_ptr, key * stride_kt, some, D, CHUNK, PRECISION)
+            dp = wide_product(grad_ptr, token * DV, query < Tq, v_ptr, at, some, DV, CHUNK, PRECISION)
         else:
-            v = tl.load(v_ptr + at, mask=read, other=0.0)
+            v = tl.load(v_ptr + at[:, None] + of_v[None, :], mask=some[:, None] & wide_v, other=0.0)
             s = tl.dot(q, k.T, input_precision=PRECISION)
             dp = tl.dot(grad, v.T, input_precision=PRECISION)
+        if seed_ptr is not None:
+            dp *= dropout_weights(seed_ptr, batch * heads + head, query[:, None], key[None, :], drop)
         ds = tl.where(keep, tl.exp2(s * log2_scale - lse[:, None]) * (dp - delta[:, None]), 0.0)
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
     tl.store(dq_ptr + here, (dq * scale).to(dq_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
+def load_keys(x_ptr, rows, read, column, D: tl.constexpr, CHUNK: tl.constexpr):
+    """Rows of k or v, or nothing where products read these by parts."""
+    if CHUNK > 0:
+        return tl.zeros([1, 1], tl.float32)
+    else:
+        at = rows[:, None] + column[None, :]
+        return tl.load(x_ptr + at, mask=read[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
 def add_queries(
-    dk, dv, k, v, q_ptr, grad_ptr, stats_ptr, row, column, inside, word, log2_scale,
-    D: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, k_ptr, v_ptr, q_ptr, grad_ptr, stats_ptr, seed_ptr, key, rows, read, pair, query, inside, of_q, of_v,
+    word, Tq, log2_scale, drop, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a tile of keys, plus the sums of 32 queries: rows `row` of all tokens and heads, bits of word."""
+    """dk and dv of a tile of keys, plus the sums of 32 queries of a head, counted over batches, by the bits of word;
+    `rows` of k and v."""
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
+    CHUNK: tl.constexpr = CONFIG.chunk
+    PRECISION: tl.constexpr = CONFIG.precision
     keep = (word[:, None] & (tl.full([32], 1, tl.int32) << tl.arange(0, 32))[None, :]) != 0
-    token = row[:, None] * D + column[None, :]
-    wide = inside[:, None] & (column < D)[None, :]
-    q = tl.load(q_ptr + token, mask=wide, other=0.0)
-    grad = tl.load(grad_ptr + token, mask=wide, other=0.0)
+    row = pair * Tq + query
+    at = row[:, None] * D + of_q[None, :]
+    q = tl.load(q_ptr + at, mask=inside[:, None] & (of_q < D)[None, :], other=0.0)
+    at = row[:, None] * DV + of_v[None, :]
+    grad = tl.load(grad_ptr + at, mask=inside[:, None] & (of_v < DV)[None, :], other=0.0)
     lse = tl.load(stats_ptr + 2 * row, mask=inside, other=0.0)
     delta = tl.load(stats_ptr + 2 * row + 1, mask=inside, other=0.0)
-    s = tl.dot(k, q.T, input_precision=PRECISION)
+    if CHUNK > 0:
+        s = wide_product(k_ptr, rows * D, read, q_ptr, row * D, inside, D, CHUNK, PRECISION)
+        dp = wide_product(v_ptr, rows * DV, read, grad_ptr, row * DV, inside, DV, CHUNK, PRECISION)
+    else:
+        s = tl.dot(k, q.T, input_precision=PRECISION)
+        dp = tl.dot(v, grad.T, input_precision=PRECISION)
     p = tl.where(keep, tl.exp2(s * log2_scale - lse[None, :]), 0.0)
-    dv = tl.dot(p.to(grad.dtype), grad, dv, input_precision=PRECISION)
-    dp = tl.dot(v, grad.T, input_precision=PRECISION)
+    weighted = p
+    if seed_ptr is not None:
+        factors = dropout_weights(seed_ptr, pair, query[None, :], key[:, None], drop)
+        weighted, dp = p * factors, dp * factors
+    dv = tl.dot(weighted.to(grad.dtype), grad, dv, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
     dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
     return dk, dv
 
 
-@launch.kernel(do_not_specialize=["Tq", "H", "sharing", "parts"])
+@triton.jit
+def kept_columns(program, CONFIG: tl.constexpr):
+    """(which unit of work, which columns of k, which of v) of a program that sums a block of both."""
+    WIDER: tl.constexpr = CONFIG.d if CONFIG.d > CONFIG.dv else CONFIG.dv
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    BLOCK: tl.constexpr = BLOCK_D if CONFIG.d > CONFIG.dv else BLOCK_V
+    BLOCKS: tl.constexpr = (WIDER + BLOCK - 1) // BLOCK
+    block = program % BLOCKS
+    return program // BLOCKS, block * BLOCK_D + tl.arange(0, BLOCK_D), block * BLOCK_V + tl.arange(0, BLOCK_V)
+
+
+@launch.kernel(do_not_specialize=["Tq", "H", "sharing", "parts", "drop"])
 def _sparse_attention_bwd_kv_tiles_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, stats_ptr, words_ptr, lengths_ptr, Tq, Tk, H, sharing, parts, scale,
-    SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, stats_ptr, words_ptr, lengths_ptr, seed_ptr,
+    Tq, Tk, H, sharing, parts, drop, scale, CAUSAL: tl.constexpr, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_K keys, the first ones, which most queries see, first; head of k and part of the heads that are
-    sharing it; batch)."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
+    """Program (tile of keys, the first ones, which most queries see, first, and block of columns; head of k and part of
+    the heads that are sharing it; batch)."""
+    BLOCK_K: tl.constexpr = CONFIG.keys
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
+    tile, of_k, of_v = kept_columns(tl.program_id(0), CONFIG)
     kv_head, batch = tl.program_id(1) // parts, tl.program_id(2).to(tl.int64)
     # Heads of q of this program, and the first of them.
     heads = sharing // parts
     first = tl.program_id(1) * heads
-    key = tl.program_id(0) * BLOCK_K + tl.arange(0, BLOCK_K)
-    column = tl.arange(0, BLOCK_D)
-    mask = (key < Tk)[:, None] & (column < D)[None, :]
-    at = ((batch * (H // sharing) + kv_head) * Tk + key)[:, None] * D + column[None, :]
-    k = tl.load(k_ptr + at, mask=mask, other=0.0)
-    v = tl.load(v_ptr + at, mask=mask, other=0.0)
+    key = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    rows = (batch * (H // sharing) + kv_head) * Tk + key
+    k = load_keys(k_ptr, rows * D, key < Tk, of_k, D, CONFIG.chunk)
+    v = load_keys(v_ptr, rows * DV, key < Tk, of_v, DV, CONFIG.chunk)
     end, offset = positions(lengths_ptr, batch, Tq, Tk)
     steps = tl.cdiv(Tq, 32)
     begin = 0
     if CAUSAL:
-        begin = tl.maximum(tl.program_id(0) * BLOCK_K - offset, 0) // 32
-    if tl.program_id(0) * BLOCK_K >= end:
+        begin = tl.maximum(tile * BLOCK_K - offset, 0) // 32
+    if tile * BLOCK_K >= end:
         begin = steps
     some = tl.zeros([BLOCK_K], tl.int32)
     dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     for step in range(begin * heads, steps * heads):
         half = step // heads
         head = first + step % heads
-        words = words_ptr + ((batch * SCOPES + head * SCOPES // H) * tl.cdiv(Tq, 64) + half // 2) * 2 * Tk + half % 2
+        scope = batch * CONFIG.scopes + head * CONFIG.scopes // H
+        words = words_ptr + (scope * tl.cdiv(Tq, 64) + half // 2) * 2 * Tk + half % 2
         word = tl.load(words + 2 * key, mask=key < end, other=0)
         if CAUSAL:
-            word = not_behind(word, key - (half * 32 + offset), 31)
+            word = seen(word, key, half * 32 + offset, end, 31)
         some |= word
         query = half * 32 + tl.arange(0, 32)
         dk, dv = add_queries(
-            dk, dv, k, v, q_ptr, grad_ptr, stats_ptr, (batch * H + head) * Tq + query, column, query < Tq, word,
-            scale * 1.4426950408889634, D, PRECISION,
+            dk, dv, k, v, k_ptr, v_ptr, q_ptr, grad_ptr, stats_ptr, seed_ptr, key, rows, key < Tk, batch * H + head,
+            query, query < Tq, of_k, of_v, word, Tq, scale * 1.4426950408889634, drop, CONFIG,
         )  # fmt: skip
     # A key that nobody takes may be NaN, and has no gradient.
     some = (some != 0)[:, None]
-    at = ((batch * tl.num_programs(1) + tl.program_id(1)) * Tk + key)[:, None] * D + column[None, :]
+    rows = (batch * tl.num_programs(1) + tl.program_id(1)) * Tk + key
+    at, mask = rows[:, None] * D + of_k[None, :], (key < Tk)[:, None] & (of_k < D)[None, :]
     tl.store(dk_ptr + at, tl.where(some, dk * scale, 0.0).to(dk_ptr.dtype.element_ty), mask=mask)
+    at, mask = rows[:, None] * DV + of_v[None, :], (key < Tk)[:, None] & (of_v < DV)[None, :]
     tl.store(dv_ptr + at, tl.where(some, dv, 0.0).to(dv_ptr.dtype.element_ty), mask=mask)
 
 
@@ -223,26 +274,34 @@ def await_entry(plan_ptr, flag_ptr, entry):
             pass
 
 
-@launch.kernel(do_not_specialize=["Tq", "Tk", "H", "sharing", "entries", "scopes"])
+@launch.kernel(do_not_specialize=["Tq", "Tk", "H", "sharing", "entries", "scopes", "drop"])
 def _sparse_attention_bwd_kv_kernel(
-    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, stats_ptr, lists_ptr, counts_ptr, plan_ptr,
-    Tq, Tk, capacity, H, sharing, entries, scopes, scale,
-    SCOPES: tl.constexpr, D: tl.constexpr, BLOCK_K: tl.constexpr, PARTS: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, stats_ptr, lists_ptr, counts_ptr, plan_ptr, seed_ptr,
+    Tq, Tk, capacity, H, sharing, entries, scopes, drop, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
-    """Programs draw items (entry: group of queries, batch and scope; tile of its keys; head of k) from a ticket.
+    """Programs draw items (entry: group of queries, batch and scope; tile of its keys; head of k and block of columns)
+    from a ticket.
 
-    The plan is int32: the ticket, entries + 1 offsets of tiles, and how many tiles of each (entry, head) are done.
+    The plan is int32: the ticket, entries + 1 offsets of tiles, and how many tiles of each (entry, head and block) are
+    done.
     """
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(16, D))
+    BLOCK_K: tl.constexpr = CONFIG.keys
+    BLOCK_D: tl.constexpr = CONFIG.block_d
+    BLOCK_V: tl.constexpr = CONFIG.block_v
+    PARTS: tl.constexpr = CONFIG.parts
+    SCOPES: tl.constexpr = CONFIG.scopes
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
     G = H // sharing
-    # Heads of k that an entry serves; heads of q whose gradients it sums into each; entries in a row for one head of k.
-    serves = tl.maximum(G // SCOPES, 1)
+    # Heads of k that an entry serves, each in blocks of columns; heads of q whose gradients it sums into each; entries
+    # in a row for one head of k.
+    WIDER: tl.constexpr = D if D > DV else DV
+    BLOCK: tl.constexpr = BLOCK_D if D > DV else BLOCK_V
+    serves = tl.maximum(G // SCOPES, 1) * ((WIDER + BLOCK - 1) // BLOCK)
     heads = tl.minimum(H // SCOPES, sharing)
     turns = tl.maximum(SCOPES // G, 1)
     done_ptr = plan_ptr + 2 + entries
     total = tl.load(plan_ptr + 1 + entries) * serves
-    column = tl.arange(0, BLOCK_D)
     entry = 0
     begin = tl.load(plan_ptr + 1)
     end = tl.load(plan_ptr + 2)
@@ -255,20 +314,19 @@ def _sparse_attention_bwd_kv_kernel(
             end = tl.load(plan_ptr + 2 + entry)
         group, scope = entry // scopes, entry % scopes
         batch = (scope // SCOPES).to(tl.int64)
-        served = item % serves
+        served, of_k, of_v = kept_columns(item % serves, CONFIG)
         kv_head = (scope % SCOPES) * G // SCOPES + served
         count = tl.load(counts_ptr + entry)
         slot = (tile - begin) * BLOCK_K + tl.arange(0, BLOCK_K)
         held = slot < count
         list_ptr = lists_ptr + entry.to(tl.int64) * (1 + 2 * PARTS) * capacity  # type: ignore[attr-defined]
         key = tl.load(list_ptr + tl.minimum(slot, count - 1))
-        of_head = (batch * G + kv_head) * Tk * D
-        at = key[:, None] * D + column[None, :]
-        wide = (column < D)[None, :]
-        k = tl.load(k_ptr + of_head + at, mask=wide, other=0.0)
-        v = tl.load(v_ptr + of_head + at, mask=wide, other=0.0)
+        every = tl.full([BLOCK_K], 1, tl.int1)
+        rows = (batch * G + kv_head) * Tk + key
+        k = load_keys(k_ptr, rows * D, every, of_k, D, CONFIG.chunk)
+        v = load_keys(v_ptr, rows * DV, every, of_v, DV, CONFIG.chunk)
         dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
-        dv = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+        dv = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
         head = (scope % SCOPES) * H // SCOPES + served * heads
         halves = tl.minimum(2 * PARTS, tl.cdiv(Tq, 32) - 2 * group * PARTS)
         for step in range(0, halves * heads):
@@ -277,17 +335,18 @@ def _sparse_attention_bwd_kv_kernel(
             query = (2 * group * PARTS + half) * 32 + tl.arange(0, 32)
             word = tl.load(list_ptr + (1 + half) * capacity + slot, mask=held, other=0)
             dk, dv = add_queries(
-                dk, dv, k, v, q_ptr, grad_ptr, stats_ptr, (batch * H + here) * Tq + query, column, query < Tq, word,
-                scale * 1.4426950408889634, D, PRECISION,
+                dk, dv, k, v, k_ptr, v_ptr, q_ptr, grad_ptr, stats_ptr, seed_ptr, key, rows, every, batch * H + here,
+                query, query < Tq, of_k, of_v, word, Tq, scale * 1.4426950408889634, drop, CONFIG,
             )  # fmt: skip
         # The entry before this one that adds to the same head of k.
         before = tl.where(scope % turns > 0, entry - 1, entry - scopes + turns - 1)
-        await_entry(plan_ptr, done_ptr + before * serves + served, before)
-        mask = held[:, None] & wide
-        tl.atomic_add(dv_ptr + of_head + at, dv, mask=mask, sem="relaxed")
-        tl.atomic_add(dk_ptr + of_head + at, dk * scale, mask=mask, sem="relaxed")
+        await_entry(plan_ptr, done_ptr + before * serves + item % serves, before)
+        at, mask = (rows * DV)[:, None] + of_v[None, :], held[:, None] & (of_v < DV)[None, :]
+        tl.atomic_add(dv_ptr + at, dv, mask=mask, sem="relaxed")
+        at, mask = (rows * D)[:, None] + of_k[None, :], held[:, None] & (of_k < D)[None, :]
+        tl.atomic_add(dk_ptr + at, dk * scale, mask=mask, sem="relaxed")
         tl.debug_barrier()
-        tl.atomic_add(done_ptr + entry * serves + served, 1, sem="release")
+        tl.atomic_add(done_ptr + entry * serves + item % serves, 1, sem="release")
         item = tl.atomic_add(plan_ptr, 1, sem="relaxed")
 
 
@@ -295,7 +354,7 @@ def _sparse_attention_bwd_kv_kernel(
 def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor]:
     """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous."""
     q, k, v = call.q, call.k, call.v
-    if q.numel() == 0 or k.numel() == 0:
+    if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
         return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
     rows, grad, q = row_statistics(call)
     call = call._replace(grad=grad, q=q)
@@ -308,12 +367,13 @@ def row_statistics(call: SparseAttentionBwd | StraightThrough) -> tuple[Tensor, 
     """(float32 [B, H, Tq, 2]: lse in base 2, and the term that a softmax's gradient subtracts; grad and q,
     contiguous, 0 for queries that take no key)."""
     grad, q, out = strided(call.grad), strided(call.q), call.out.transpose(1, 2).contiguous()
-    b, h, tq, d = grad.shape
+    (b, h, tq, d), dv = q.shape, grad.shape[3]
     rows = torch.empty(b, h, tq, 2, dtype=torch.float32, device=grad.device)
-    grads, queries = torch.empty(2, b, h, tq, d, dtype=q.dtype, device=q.device)
+    grads, queries = (torch.empty(b, h, tq, width, dtype=q.dtype, device=q.device) for width in (dv, d))
     strides = (*grad.stride()[:3], *q.stride()[:3])
     args = (grad, q, out, call.lse, call.grad_lse, rows, grads, queries, *strides, tq)
-    _row_statistics_kernel((launch.cdiv(tq, 32), h, b), args, {"D": d, "BLOCK_M": 32}, num_warps=4)
+    block = min(32, max(1, 8192 // launch.next_power_of_2(max(d, dv))))
+    _row_statistics_kernel((launch.cdiv(tq, block), h, b), args, {"D": d, "DV": dv, "BLOCK_M": block}, num_warps=4)
     return rows, grads, queries
 
 
@@ -321,73 +381,74 @@ def query_gradient(call: SparseAttentionBwd, rows: Tensor) -> Tensor:
     """Of contiguous grad and q."""
     grad, q = call.grad, call.q
     b, h, tq, d = q.shape
-    k, v = alike(call.k, call.v)
+    k, v, strides = reached(call.k, call.v)
     dq = torch.empty_like(q)
-    tile = query_tile(d, q.element_size())
-    meta = {"SCOPES": call.words.shape[1], "D": d, "BLOCK_N": tile.keys, "PARTS": tile.parts}
+    tile = query_tile(max(d, v.shape[3]), q.element_size())
+    config = config_of(tile, call.words.shape[1], q, v.shape[3])
     for first, groups, walked, ends, capacity, walk in walks(call, tile.parts):
-        sizes = (*k.stride()[:3], first, tq, capacity, h // k.shape[1], call.scale)
-        meta |= {"WALK": walk, "PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-        _sparse_attention_bwd_q_kernel(
-            (groups, h, b), (q, k, v, grad, dq, rows, walked, ends, *sizes), meta, **tile.options()
-        )
+        sizes = (*strides, first, tq, capacity, h // k.shape[1], call.drop, call.scale)
+        args = (q, k, v, grad, dq, rows, walked, ends, call.seed, *sizes)
+        grid = (groups, h * launch.cdiv(d, config.block_d), b)
+        _sparse_attention_bwd_q_kernel(grid, args, {"CONFIG": replace(config, walk=walk)}, **tile.options())
     return dq
 
 
 def key_gradients(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Of contiguous grad and q, by lists, in float32."""
-    grad, _, q, k, v, _, _, words, lengths, scale, causal, _ = call
-    _, h, tq, d = q.shape
-    g, tk = k.shape[1:3]
-    k, v = k.contiguous(), v.contiguous()
+    grad, q, words = call.grad, call.q, call.words
+    (_, h, tq, d), (_, g, tk, wide) = q.shape, call.v.shape
+    k, v = call.k.contiguous(), call.v.contiguous()
     # Results of an operator share no memory.
-    dk, dv = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
-    tile = key_tile(d, q.element_size())
-    lists, listed = key_lists(words, lengths, tq, causal, tile.parts)
+    dk, dv = (torch.zeros(x.shape, dtype=torch.float32, device=k.device) for x in (k, v))
+    tile = key_tile(max(d, wide), q.element_size())
+    config = config_of(tile, words.shape[1], q, wide)
+    lists, listed = key_lists(words, call.lengths, tq, call.causal, tile.parts)
     entries, scopes = listed.numel(), listed.shape[1]
-    serves = max(1, g // words.shape[1])
+    serves = max(1, g // words.shape[1]) * blocks_of(config)
     plan = torch.zeros(2 + entries * (1 + serves), dtype=torch.int32, device=k.device)
     tiles = (listed.view(-1) + (tile.keys - 1)) // tile.keys
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
-    meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "PARTS": tile.parts}
-    meta["PRECISION"] = tuning.dot_precision(q, d)["PRECISION"]
-    args = (
-        q, k, v, grad, dk, dv, rows, lists, listed, plan, tq, tk, lists.shape[-1], h, h // g, entries, scopes,
-        scale,
-    )  # fmt: skip
+    sizes = (tq, tk, lists.shape[-1], h, h // g, entries, scopes, call.drop, call.scale)
+    args = (q, k, v, grad, dk, dv, rows, lists, listed, plan, call.seed, *sizes)
     grid = (2 * tuning.programs(q.device), 1, 1)
-    _sparse_attention_bwd_kv_kernel(grid, args, meta, **tile.options())
+    _sparse_attention_bwd_kv_kernel(grid, args, {"CONFIG": config}, **tile.options())
     return dk, dv
+
+
+def blocks_of(config: Config) -> int:
+    """Blocks of columns of k and v."""
+    return max(launch.cdiv(config.d, config.block_d), launch.cdiv(config.dv, config.block_v))
 
 
 def key_gradients_of_tiles(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Of contiguous grad and q, by tiles of neighbouring keys, in the dtype of k or in float32."""
-    grad, _, q, k, v, _, _, words, lengths, scale, causal, _ = call
-    _, h, tq, d = q.shape
-    b, g, tk, _ = k.shape
-    k, v = k.contiguous(), v.contiguous()
-    tile = key_tile(d, q.element_size())
+    grad, q, words = call.grad, call.q, call.words
+    (_, h, tq, d), (b, g, tk, wide) = q.shape, call.v.shape
+    k, v = call.k.contiguous(), call.v.contiguous()
+    tile = key_tile(max(d, wide), q.element_size())
+    config = config_of(tile, words.shape[1], q, wide)
     programs = launch.cdiv(tk, tile.keys) * g * b
     parts = h // g if programs < tuning.programs(q.device) else 1
     if parts > 1:
-        dk, dv = torch.empty(2, b, g, parts, tk, d, dtype=torch.float32, device=k.device)
+        dk, dv = (torch.empty(b, g, parts, tk, x, dtype=torch.float32, device=k.device) for x in (d, wide))
     else:
         dk, dv = torch.empty_like(k), torch.empty_like(v)
-    meta = {"SCOPES": words.shape[1], "D": d, "BLOCK_K": tile.keys, "CAUSAL": causal}
-    meta |= {"PRECISION": tuning.dot_precision(q, d)["PRECISION"]}
-    args = (q, k, v, grad, dk, dv, rows, words.view(torch.int32), lengths, tq, tk, h, h // g, parts, scale)
-    _sparse_attention_bwd_kv_tiles_kernel((launch.cdiv(tk, tile.keys), g * parts, b), args, meta, **tile.options())
+    sizes = (tq, tk, h, h // g, parts, call.drop, call.scale)
+    args = (q, k, v, grad, dk, dv, rows, words.view(torch.int32), call.lengths, call.seed, *sizes)
+    grid = (launch.cdiv(tk, tile.keys) * blocks_of(config), g * parts, b)
+    meta = {"CAUSAL": call.causal, "CONFIG": config}
+    _sparse_attention_bwd_kv_tiles_kernel(grid, args, meta, **tile.options())
     return (dk.sum(2), dv.sum(2)) if parts > 1 else (dk, dv)
 
 
-_SIZES = {"SCOPES": 1, "D": 128, "PRECISION": "ieee"}
+_WIDE = replace(EXAMPLE, keys=128, parts=8)
 EXAMPLES = {
-    _row_statistics_kernel: {"D": 128, "BLOCK_M": 32},
-    _sparse_attention_bwd_q_kernel: {**_SIZES, "BLOCK_N": 64, "PARTS": 1, "WALK": LISTS},
+    _row_statistics_kernel: {"D": 128, "DV": 128, "BLOCK_M": 32},
+    _sparse_attention_bwd_q_kernel: {**AS_K, "seed_ptr": None, "CONFIG": replace(EXAMPLE, parts=1)},
     _sparse_attention_bwd_kv_kernel: {
-        "dk_ptr": "*fp32", "dv_ptr": "*fp32", **_SIZES, "BLOCK_K": 128, "PARTS": 8, "num_warps": 8, "num_stages": 3,
+        "dk_ptr": "*fp32", "dv_ptr": "*fp32", "seed_ptr": None, "CONFIG": _WIDE, "num_warps": 8, "num_stages": 3,
     },
     _sparse_attention_bwd_kv_tiles_kernel: {
-        "words_ptr": "*i32", **_SIZES, "BLOCK_K": 128, "CAUSAL": True, "num_warps": 8, "num_stages": 3,
+        "words_ptr": "*i32", "seed_ptr": None, "CAUSAL": True, "CONFIG": _WIDE, "num_warps": 8, "num_stages": 3,
     },
 }  # fmt: skip

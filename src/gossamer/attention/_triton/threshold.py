@@ -2,11 +2,8 @@
 
 A program owns a row. `_row_threshold_kernel` holds it in registers and narrows a bracket of keys by counting: a guess
 first (the row before the slab's, which saves rounds and cannot change the result), then by interpolation on the counts,
-every third time the middle. It is done when exactly k keys reach the bracket's lower end. Counting at two places a
-round halves the rounds, and took a quarter longer; interpolation on logarithms saves one round in eight, and took
-longer, too. So did a guess out of a sample of the row's own keys: it halves the rounds, and takes as long to find.
-Keys are 15-bit integers that order as the float16 numbers of the same bits do, so that one
-`set.ge.f16x2` compares two.
+every third time the middle. It is done when exactly k keys reach the bracket's lower end. Keys are 15-bit integers that
+order as the float16 numbers of the same bits do, so that one `set.ge.f16x2` compares two.
 
 A row beyond the registers is counted at four places at a time, about a guess that is found likewise, or even ones
 (`_long_threshold_kernel`): rows that `candidates` does not take, or whose blocks it marks.

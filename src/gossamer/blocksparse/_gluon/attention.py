@@ -26,9 +26,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of
-from gossamer.blocksparse.attention_path import empty_like, problem_of
+from gossamer.blocksparse.attention_path import empty_like, problem_of, queries_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention
 
@@ -65,7 +64,7 @@ def without(
 
 @gluon.jit
 def masked(s, at, whole, last, keys, elements_ptr, start, lines, part, CONFIG: gl.constexpr):
-    """Scores of keys from `at` on; those past `last` of their row are none, nor are those that their block leaves out.
+    """Scores of keys from `at` on; keys past `last` of their row have none, nor have keys that their block leaves out.
     Up to `whole` none is past it."""
     SPLIT_K: gl.constexpr = CONFIG.block_k // s.shape[1]
     if at + s.shape[1] > whole:
@@ -248,7 +247,7 @@ def _attention_fwd_kernel(
 def descriptor(tensor: Tensor, rows: int) -> TensorDescriptor:
     """Tiles of `rows` rows of `[B, H, T, D]`, whole spans of 128 bytes wide: places outside read as 0."""
     block = [1, 1, rows, width(tensor.shape[3])]
-    return describe(tensor, list(tensor.shape), list(tensor.stride()), block, lambda: LAYOUT)
+    return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), block, LAYOUT)
 
 
 LAYOUT = gl.NVMMASharedLayout(128, 16, 4)
@@ -269,7 +268,7 @@ def readable(x: Tensor) -> Tensor:
 
 
 def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """k or v with zeros behind its lengths: tiles are read whole, and zero times what is there may be NaN."""
+    """q, k or v with zeros behind its lengths: tiles are read whole, and zero times what is there may be NaN."""
     if lengths is None:
         return readable(x)
     behind = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]
@@ -289,7 +288,8 @@ def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -
     """(out, log-sum-exp), with the tile that was measured best unless another is given."""
     p, lengths, lists = problem_of(call), call.lengths, Lists(call.layout, call.form)
     config = config_of(p, tile or tile_of(p.d, p.block))
-    q, k, v = readable(call.q), without_padding(call.k, lengths), without_padding(call.v, lengths)
+    queries = queries_of(call)
+    q, k, v = (without_padding(x, n) for x, n in ((call.q, queries), (call.k, lengths), (call.v, lengths)))
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     sides = config.block_m, config.block_n, config.block_n, config.block_m
     tiles = [descriptor(x, side) for x, side in zip((q, k, v, out), sides)]
@@ -297,12 +297,15 @@ def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -
     args += (lists.form.capacity, p.scale * INV_LN2)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
     _attention_fwd_kernel(grid, args, {"CONFIG": config}, **config.options)
+    if queries is not None:
+        behind = (torch.arange(p.tq, device=q.device) >= queries[:, None])[:, None]
+        return out.masked_fill_(behind[..., None], 0), lse.masked_fill_(behind, -torch.inf)
     return out, lse
 
 
 def example(tile: Tile, **rows: int) -> dict[str, Any]:
     """Of a kernel with descriptors of so many rows of heads of 64."""
-    config = Config(128, 128, *tile[:5], tile.stages, 64, 64, 0, True, True, True)
+    config = Config(128, 128, *tile[:5], tile.stages, 64, 64, 64, 64, True, True, True)
     descriptors = {name: [1, 1, count, 64] for name, count in rows.items()}
     return descriptors | {"CONFIG": config} | config.options
 

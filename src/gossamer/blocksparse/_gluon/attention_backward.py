@@ -21,9 +21,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
-from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse._gluon.attention import (
     LN2,
     cut_at,
@@ -35,7 +35,6 @@ from gossamer.blocksparse._gluon.attention import (
     fetch,
     matrix,
     owned,
-    readable,
     ring_of,
     thread_barrier,
     tile_at,
@@ -43,27 +42,16 @@ from gossamer.blocksparse._gluon.attention import (
     without_padding,
 )
 from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse.attention_path import empty_like, problem_of
+from gossamer.blocksparse.attention_path import empty_like, problem_of, queries_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
 
-@gluon.jit
-def in_order(sorted_ptr, unsorted, SPLIT: gl.constexpr):
-    """The tile that a program owns, one of the SPLIT of its line; lines behind `unsorted` come in the order that is
-    given."""
-    line = gl.program_id(0) // SPLIT
-    if sorted_ptr is not None:
-        late = line >= unsorted
-        line = gl.where(late, gl.load(sorted_ptr + (line - unsorted), mask=late, other=0), line)
-    return line * SPLIT + gl.program_id(0) % SPLIT
-
-
 @launch.Kernel
-@gluon.jit(do_not_specialize=["capacity", "unsorted"])
+@gluon.jit(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
     q_desc, grad_desc, k_desc, v_desc, dq_desc, stats_ptr, offsets_ptr, columns_ptr, elements_ptr, lengths_ptr,
-    sorted_ptr, B, H, GROUP, Tq, Tk, capacity, padded, unsorted, scale, CONFIG: gl.constexpr,
+    B, H, GROUP, Tq, Tk, capacity, padded, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK: gl.constexpr = CONFIG.block_m
@@ -80,7 +68,7 @@ def _attention_dq_kernel(
     fence_async_shared()
     thread_barrier()
 
-    tile, pair = owner_of(in_order(sorted_ptr, unsorted, CONFIG.block_q // BLOCK), Tq, CONFIG)
+    tile, pair = owner_of(gl.program_id(0), Tq, CONFIG)
     batch, head, first = pair // H, pair % H, tile * BLOCK
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
@@ -118,7 +106,7 @@ def _attention_dq_kernel(
         s = warpgroup_mma(q, matrix(k_bufs, k_slot).permute((1, 0)), none, use_acc=False, is_async=True)
         mbarrier.wait(v_ready.index(v_slot), step // STAGES & 1)
         dp = warpgroup_mma(grad, matrix(v_bufs, v_slot).permute((1, 0)), none, use_acc=False, is_async=True)
-        # What this computes in the first step is zero times what may be NaN: the second starts afresh.
+        # In the first step this is zero times numbers that may be NaN: the second starts afresh.
         dq = warpgroup_mma(ds, matrix(k_bufs, before), dq, use_acc=step > 1, is_async=True)
         s, dp = warpgroup_mma_wait(1, deps=(s, dp))
         # Every warp has read these values, and the keys of the step before last.
@@ -168,10 +156,10 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
 
 
 @launch.Kernel
-@gluon.jit(do_not_specialize=["capacity", "unsorted"])
+@gluon.jit(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
     q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, elements_ptr,
-    lengths_ptr, sorted_ptr, B, H, GROUP, Tq, Tk, capacity, unsorted, scale, CONFIG: gl.constexpr,
+    lengths_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK: gl.constexpr = CONFIG.block_n
@@ -190,7 +178,7 @@ def _attention_dkdv_kernel(
     thread_barrier()
 
     tiles = gl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK)
-    program = in_order(sorted_ptr, unsorted, CONFIG.block_k // BLOCK)
+    program = gl.program_id(0)
     batch, key_head = program // tiles // (H // GROUP), program // tiles % (H // GROUP)
     first = program % tiles * BLOCK
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -266,34 +254,27 @@ densities of 50, 25 and 10%, blocks of 64 and 128), the fastest of four depths o
 taken over for D 128, where nothing was measured."""
 
 
-Order = tuple[Tensor | None, int]
-"""(numbers of the last lines of a layout, in which these begin; how many lines come before them in their own order)."""
-
-
 def launch_attention_bwd(
-    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_rows: Order, of_columns: Order, of_dq: Tile = TILE,
-    of_dkdv: Tile = TILE,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v; `grad` has contiguous rows. The orders are those in which programs of rows, and of
-    columns, begin."""
+    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v; `grad` has contiguous rows."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
-    q, grad = readable(call.q), readable(grad)
+    of_queries = queries_of(call)
+    q, grad = without_padding(call.q, of_queries), without_padding(grad, of_queries)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, sizes = stats.shape[-1], (p.b, p.h, p.group, p.tq, p.tk, lists.form.capacity)
-    stats_desc = describe(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], lambda: STATS)
+    stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
-    order, unsorted = of_columns
-    args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, order, *sizes, unsorted, scale)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, *sizes, scale)
     grid = (p.columns * split * p.b * p.key_heads, 1, 1)
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     offsets, split, config = lists.row_offsets, p.block[0] // SIDE, config_of(p, of_dq)
-    order, unsorted = of_rows
-    args = (*inputs, dq_desc, stats, offsets, lists.col_indices, *masks, order, *sizes, padded, unsorted, scale)
+    args = (*inputs, dq_desc, stats, offsets, lists.col_indices, *masks, *sizes, padded, scale)
     grid = (p.rows * split * p.b * p.h, 1, 1)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv

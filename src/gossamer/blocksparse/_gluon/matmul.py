@@ -12,11 +12,12 @@ With those of B, twice or four times as many, it falls behind: they come out of 
 row, which is an illegal instruction: absent blocks of the result are left out.
 
 A tile is 128 x 256 or 64 x 256 elements of the result. Its columns are neighbours (a grid), or the next present blocks
-of a block row (strips, whose list a kernel before made); its steps along K are all of them, or those of the present
-blocks of A's row (`LIST`), so that absent blocks of A cost nothing. 128 rows ask the L2 for 11 bytes per 1,000
-operations, 64 for 19, which is what bounds them; but two block rows rarely agree on their columns. The warpgroups share
-the rows of a tile of 128 and the columns of a tile of 64. The ring of stages runs on across tiles: while one
-warpgroup stores, the other may multiply and the next tile's boxes arrive.
+of a block row (strips, of which there are as many as a row could have: those behind the row's last block are passed
+over); its steps along K are all of them, or those of the present blocks of A's row (`LIST`), so that absent blocks of A
+cost nothing. 128 rows ask the L2 for 11 bytes per 1,000 operations, 64 for 19, which is what bounds them; but two block
+rows rarely agree on their columns. The warpgroups share the rows of a tile of 128 and the columns of a tile of 64. The
+ring of stages runs on across tiles: while one warpgroup stores, the other may multiply and the next tile's boxes
+arrive.
 """
 
 import torch
@@ -33,7 +34,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._gluon._descriptors import describe
 from gossamer.blocksparse.matmul_path import ACROSS, Turned, Walk
 
 BOX = gl.constexpr(64)
@@ -41,37 +41,41 @@ LINE = gl.constexpr(128)
 """Bytes of a box's rows as wgmma reads them, the widest swizzle."""
 COLUMNS = gl.constexpr(ACROSS // BOX.value)
 """Boxes across a tile."""
+ZEROS = 32 * BOX.value * LINE.value // 4
+"""Words of the boxes of zeros, one for a few programs: a single one is in so few slices of the L2 that these may hold
+all programs up."""
 
 
 @gluon.jit
 def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TILE: gl.constexpr):
-    """(matrix, first row, first column or first listed block, end of the row's list) of a tile."""
-    offsets_ptr, _, _, _, tiles_ptr, capacity = outputs
+    """(matrix, first row, first column or first listed block, end of the row's list, whether there is a tile)."""
+    offsets_ptr, _, _, _, capacity = outputs
     _Z, M, N, _K = sizes
-    if tiles_ptr is not None:
-        row = gl.load(tiles_ptr + 2 + 2 * tile)
-        first = gl.load(tiles_ptr + 3 + 2 * tile)
-        end = gl.minimum(gl.load(offsets_ptr + row + 1), capacity)
-        rows = gl.cdiv(M, BLOCK[0])
-        return row // rows, row % rows * BLOCK[0], first, end
+    TILE_M: gl.constexpr = TILE[0]
+    GROUP: gl.constexpr = TILE[1]
+    STRIPS: gl.constexpr = TILE[2]
+    tiles_m, tiles_n = gl.cdiv(M, TILE_M), gl.cdiv(N, BOX * COLUMNS)
+    z = tile // (tiles_m * tiles_n)
+    inside = tile % (tiles_m * tiles_n)
+    group = inside // (GROUP * tiles_n)
+    height = gl.minimum(tiles_m - group * GROUP, GROUP)
+    inside -= group * GROUP * tiles_n
+    m, across = (group * GROUP + inside % height) * TILE_M, inside // height
+    if STRIPS:
+        row = offsets_ptr + (z * tiles_m + m // TILE_M)
+        first = gl.load(row) + across * (BOX * COLUMNS // BLOCK[2])
+        end = gl.minimum(gl.load(row + 1), capacity)
+        return z, m, first, end, first < end
     else:
-        TILE_M: gl.constexpr = TILE[0]
-        GROUP: gl.constexpr = TILE[1]
-        tiles_m, tiles_n = gl.cdiv(M, TILE_M), gl.cdiv(N, BOX * COLUMNS)
-        z = tile // (tiles_m * tiles_n)
-        inside = tile % (tiles_m * tiles_n)
-        group = inside // (GROUP * tiles_n)
-        height = gl.minimum(tiles_m - group * GROUP, GROUP)
-        inside -= group * GROUP * tiles_n
-        return z, (group * GROUP + inside % height) * TILE_M, inside // height * (BOX * COLUMNS), 0
+        return z, m, across * (BOX * COLUMNS), 0, True
 
 
 @gluon.jit
-def find_column(box: gl.constexpr, first, end, outputs, sizes, BLOCK: gl.constexpr):
+def find_column(box: gl.constexpr, first, end, outputs, sizes, BLOCK: gl.constexpr, TILE: gl.constexpr):
     """(column of a tile's box, the block that it is stored in or -1); the latter for strips only."""
-    _, order_ptr, index_ptr, _, tiles_ptr, _ = outputs
+    _, order_ptr, index_ptr, _, _ = outputs
     _, _M, N, _ = sizes
-    if tiles_ptr is not None:
+    if TILE[2]:
         entry = first + box * BOX // BLOCK[2]
         held = entry < end
         block = entry
@@ -111,15 +115,15 @@ def place(block, SPARSE: gl.constexpr, TRANS: gl.constexpr, z, rows, i, j, HEIGH
 
 
 @gluon.jit
-def steps_of(z, m, lists, sizes, BLOCK: gl.constexpr, LIST: gl.constexpr):
-    """(first entry of A's row, its steps along K)."""
+def steps_of(z, m, exists, lists, sizes, BLOCK: gl.constexpr, LIST: gl.constexpr):
+    """(first entry of A's row, its steps along K), none of a tile that does not exist."""
     if LIST:
         row = z * gl.cdiv(sizes[1], BLOCK[0]) + m // BLOCK[0]
         begin = gl.minimum(gl.load(lists[0] + row), lists[4])
         end = gl.minimum(gl.load(lists[0] + row + 1), lists[4])
-        return begin, (end - begin) * (BLOCK[1] // BLOCK[3])
+        return begin, gl.where(exists, (end - begin) * (BLOCK[1] // BLOCK[3]), 0)
     else:
-        return 0, gl.cdiv(sizes[3], BLOCK[3])
+        return 0, gl.where(exists, gl.cdiv(sizes[3], BLOCK[3]), 0)
 
 
 @gluon.jit
@@ -167,12 +171,12 @@ def load_b(
     descs, block, n, k, z, rows, ready, bufs, stage, box: gl.constexpr, SPARSE: gl.constexpr, BLOCK: gl.constexpr,
     TRANS: gl.constexpr, PARTS: gl.constexpr,
 ):  # fmt: skip
-    desc, zeros = descs
+    desc, zeros, blank = descs
     y, x = place(block, SPARSE, TRANS[4], z, rows, k, n, BLOCK[1], BLOCK[2])
     part = bufs.index(stage * PARTS + box // (COLUMNS // PARTS)).slice(box % (COLUMNS // PARTS) * BOX, BOX)
     if SPARSE:
         tma.async_copy_global_to_shared(desc, [y, x], ready, part, pred=block >= 0)
-        tma.async_copy_global_to_shared(zeros, [0, 0], ready, part, pred=block < 0)
+        tma.async_copy_global_to_shared(zeros, [blank, 0], ready, part, pred=block < 0)
     else:
         tma.async_copy_global_to_shared(desc, [y, x], ready, part)
 
@@ -184,7 +188,10 @@ def produce(
 ):  # fmt: skip
     """The warp that loads."""
     a_desc, b_desc, zeros_desc, lists, b_positions_ptr = inputs
-    b_descs = (b_desc, zeros_desc)
+    blank = 0
+    if zeros_desc is not None:
+        blank = gl.program_id(0) % (zeros_desc.shape[0] // BOX) * BOX
+    b_descs = (b_desc, zeros_desc, blank)
     outputs, sizes, tiles = extent
     a_bufs, b_bufs, ready, empty = ring
     _Z, M, N, K = sizes
@@ -196,12 +203,12 @@ def produce(
     b_rows = gl.where(b_desc.shape[0] == (N if TRANS[4] else K), 0, N if TRANS[4] else K)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TILE)
-        n0, _ = find_column(0, first, end, outputs, sizes, BLOCK)
-        n1, _ = find_column(1, first, end, outputs, sizes, BLOCK)
-        n2, _ = find_column(2, first, end, outputs, sizes, BLOCK)
-        n3, _ = find_column(3, first, end, outputs, sizes, BLOCK)
-        begin, steps = steps_of(z, m, lists, sizes, BLOCK, LIST)
+        z, m, first, end, exists = find_tile(tile, outputs, sizes, BLOCK, TILE)
+        n0, _ = find_column(0, first, end, outputs, sizes, BLOCK, TILE)
+        n1, _ = find_column(1, first, end, outputs, sizes, BLOCK, TILE)
+        n2, _ = find_column(2, first, end, outputs, sizes, BLOCK, TILE)
+        n3, _ = find_column(3, first, end, outputs, sizes, BLOCK, TILE)
+        begin, steps = steps_of(z, m, exists, lists, sizes, BLOCK, LIST)
         # Tables are read a step ahead of the copies that need them, and lists two.
         a_block, k = find_step(0, steps, begin, lists, sizes, BLOCK, LIST)
         a_next, k_next = find_step(1, steps, begin, lists, sizes, BLOCK, LIST)
@@ -250,14 +257,15 @@ def halves(acc, layout: gl.constexpr):
 
 @gluon.jit
 def emit(
-    acc, box: gl.constexpr, out_desc, buffer, where, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr
+    acc, box: gl.constexpr, out_desc, buffer, where, outputs, sizes, BLOCK: gl.constexpr, TRANS: gl.constexpr,
+    TILE: gl.constexpr,
 ):  # fmt: skip
     """Stores one box of a tile, once what was there before has left."""
     z, m, first, end, out_rows = where
-    n, block = find_column(box, first, end, outputs, sizes, BLOCK)
+    n, block = find_column(box, first, end, outputs, sizes, BLOCK, TILE)
     SPARSE: gl.constexpr = outputs[3] is not None
     if SPARSE:
-        if outputs[4] is None:
+        if not TILE[2]:
             rows, columns = gl.cdiv(sizes[1], BLOCK[0]), gl.cdiv(sizes[2], BLOCK[2])
             block = find_block(outputs[3], z, m // BLOCK[0], n // BLOCK[2], rows, columns, TRANS[2])
     y, x = place(block, SPARSE, TRANS[2], z, out_rows, m, n, BLOCK[0], BLOCK[2])
@@ -283,7 +291,7 @@ def fill_rest(
 ):  # fmt: skip
     """Zeros behind the last block of the result, or NaN everywhere: where blocks are lost a list may miss some, so that
     the tiles alone would not reach every block."""
-    offsets_ptr, _, _, _, _, capacity = outputs
+    offsets_ptr, _, _, _, capacity = outputs
     HEIGHT: gl.constexpr = BLOCK[2] if TRANS[2] else BLOCK[0]
     WIDTH: gl.constexpr = BLOCK[0] if TRANS[2] else BLOCK[2]
     DOWN: gl.constexpr = HEIGHT // BOX
@@ -330,8 +338,8 @@ def consume(
     out_rows = gl.where(TRANS[2], N, M)
     count = 0
     for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        z, m, first, end = find_tile(tile, outputs, sizes, BLOCK, TILE)
-        _, steps = steps_of(z, m, lists, sizes, BLOCK, LIST)
+        z, m, first, end, exists = find_tile(tile, outputs, sizes, BLOCK, TILE)
+        _, steps = steps_of(z, m, exists, lists, sizes, BLOCK, LIST)
         acc = gl.zeros([BOX, WIDTH], gl.float32, whole) + poison
         for step in range(steps):
             stage = count % STAGES
@@ -359,14 +367,14 @@ def consume(
             left, right = halves(acc, pair)
             box0, box1 = halves(left, single)
             box2, box3 = halves(right, single)
-            emit(box0, 0, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
-            emit(box1, 1, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
-            emit(box2, 2, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
-            emit(box3, 3, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
+            emit(box0, 0, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS, TILE)
+            emit(box1, 1, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS, TILE)
+            emit(box2, 2, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS, TILE)
+            emit(box3, 3, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS, TILE)
         else:
             left, right = halves(acc, single)
-            emit(left, 2 * PART, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
-            emit(right, 2 * PART + 1, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS)
+            emit(left, 2 * PART, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS, TILE)
+            emit(right, 2 * PART + 1, out_desc, buffer, where, outputs, sizes, BLOCK, TRANS, TILE)
     tma.store_wait(0)
     if outputs[3] is not None:
         fill_rest(PART, out_desc, poison, buffer, outputs, sizes, BLOCK, TRANS)
@@ -376,12 +384,12 @@ def consume(
 @gluon.jit(do_not_specialize=["Z", "M", "N", "K"])
 def _blocksparse_matmul_kernel(
     a_desc, b_desc, out_desc, zeros_desc, a_offsets_ptr, a_order_ptr, a_indices_ptr, a_positions_ptr, b_offsets_ptr,
-    b_positions_ptr, out_offsets_ptr, out_order_ptr, out_indices_ptr, out_positions_ptr, tiles_ptr, Z, M, N, K,
+    b_positions_ptr, out_offsets_ptr, out_order_ptr, out_indices_ptr, out_positions_ptr, Z, M, N, K,
     BLOCK: gl.constexpr, TRANS: gl.constexpr, TILE: gl.constexpr, LIST: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """BLOCK is the sizes of blocks along M, K and N, and of a box along K; TRANS whether the layouts of A and B and
-    the result as a whole are of the transposed, and whether A and B are in memory; TILE a tile's rows, and how many
-    rows of tiles are a band."""
+    the result as a whole are of the transposed, and whether A and B are in memory; TILE a tile's rows, how many
+    rows of tiles are a band, and whether tiles are strips."""
     TILE_M: gl.constexpr = TILE[0]
     a_bufs = gl.allocate_shared_memory(a_desc.dtype, [STAGES, TILE_M, BLOCK[3]], a_desc.layout)
     PARTS: gl.constexpr = 128 // TILE_M
@@ -402,11 +410,8 @@ def _blocksparse_matmul_kernel(
     sizes = (Z, M, N, K)
     lists = (a_offsets_ptr, a_order_ptr, a_indices_ptr, a_positions_ptr, a_capacity)
     ring = (a_bufs, b_bufs, ready, empty)
-    outputs = (out_offsets_ptr, out_order_ptr, out_indices_ptr, out_positions_ptr, tiles_ptr, out_capacity)
-    if tiles_ptr is not None:
-        tiles = gl.load(tiles_ptr)
-    else:
-        tiles = Z * gl.cdiv(M, TILE_M) * gl.cdiv(N, BOX * COLUMNS)
+    outputs = (out_offsets_ptr, out_order_ptr, out_indices_ptr, out_positions_ptr, out_capacity)
+    tiles = Z * gl.cdiv(M, TILE_M) * gl.cdiv(N, BOX * COLUMNS)
     inputs = (a_desc, b_desc, zeros_desc, lists, b_positions_ptr)
     results = (out_desc, poison, lists, buffers)
     extent = (outputs, sizes, tiles)
@@ -422,12 +427,10 @@ def _blocksparse_matmul_kernel(
 
 
 _DTYPES = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-_boxes: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
 
-def launch_matmul(walk: Walk, product: Turned, out: Tensor, strips: tuple[Tensor, int] | None) -> None:
-    """Fills the result; behind the last block of a block-sparse one stand zeros. `strips` are those of a walk by them,
-    and how many there are at most."""
+def launch_matmul(walk: Walk, product: Turned, out: Tensor) -> None:
+    """Fills the result; behind the last block of a block-sparse one stand zeros."""
     (of_a, of_b, of_out), (z, m, k, n), block, trans = product.lists, product.sizes, product.block, product.trans
     # Dense operands as they are stored.
     a, b = (
@@ -440,43 +443,29 @@ def launch_matmul(walk: Walk, product: Turned, out: Tensor, strips: tuple[Tensor
         (None,) * 4 if lists is None else (*lists.by(flip), lists.positions)
         for lists, flip in ((of_a, trans[0]), (of_out, trans[2]))
     )
-    tiles, most = strips or (None, z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS))
+    most = z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS)
     of_columns = (None, None) if of_b is None else (of_b.row_offsets, of_b.positions)
     descriptors = [_descriptor(tensor, width) for tensor, width in ((a, deep), (b, deep), (out, BOX.value))]
-    descriptors.append(None if of_b is None else _descriptor(_zeros(a.dtype, a.device), deep))
-    # The list of strips is in bands already.
-    tile = walk.tile_m, 1 if walk.strips else walk.band
+    zeros = launch.zeros(ZEROS, a.device).view(a.dtype).view(-1, deep)
+    descriptors.append(None if of_b is None else _descriptor(zeros, deep))
+    tile = walk.tile_m, walk.band, walk.strips
     meta = {"BLOCK": boxed, "TRANS": trans, "TILE": tile, "LIST": walk.listed, "STAGES": 4}
     grid = (max(1, min(tuning.programs(a.device), most)), 1, 1)
-    args = (*descriptors, *of_rows, *of_columns, *of_result, tiles, z, m, n, k)
+    args = (*descriptors, *of_rows, *of_columns, *of_result, z, m, n, k)
     _blocksparse_matmul_kernel(grid, args, meta, num_warps=4, maxnreg=168)
-
-
-def _zeros(dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A box of zeros, kept."""
-    kept = _boxes.get((dtype, device))
-    if kept is None:
-        kept = torch.zeros(BOX.value, LINE.value // dtype.itemsize, dtype=dtype, device=device)
-        # A tensor that a graph makes is there only when the graph is replayed.
-        if not launch.in_graph_pool(device):
-            _boxes[dtype, device] = kept
-    return kept
 
 
 def _descriptor(tensor: Tensor, width: int) -> TensorDescriptor:
     """Boxes of 64 x width of a contiguous `[*, rows, columns]` as a matrix, of which `fits` knows that they can be."""
     columns, block = tensor.shape[-1], [BOX.value, width]
-    rows = tensor.numel() // columns
-    return describe(
-        tensor, [rows, columns], [columns, 1], block,
-        lambda: gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype]),
-    )  # fmt: skip
+    layout = gl.NVMMASharedLayout.get_default_for(block, _DTYPES[tensor.dtype])
+    return TensorDescriptor(tensor, [tensor.numel() // columns, columns], [columns, 1], block, layout)
 
 
 EXAMPLES = {
     _blocksparse_matmul_kernel: {
         "a_desc": [64, 64], "b_desc": [64, 64], "out_desc": [64, 64], "zeros_desc": [64, 64], "a_order_ptr": None,
-        "out_order_ptr": None, "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE": (64, 64), "LIST": True,
+        "out_order_ptr": None, "BLOCK": (64, 64, 64, 64), "TRANS": (False,) * 5, "TILE": (64, 64, True), "LIST": True,
         "STAGES": 4, "maxnreg": 168,
     },
 }  # fmt: skip

@@ -222,7 +222,7 @@ def _scatter_rows_kernel(
     smem = gl.allocate_shared_memory(
         gl.float32, [(4 * LENGTH + SIZE[1]) // 512, 1, 128], gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
     )
-    # What nobody uses is not allocated.
+    # Memory that nobody uses is not allocated.
     smem.index(0).store(gl.zeros([1, 128], gl.float32, gl.BlockedLayout([1, 4], [1, 32], [1, 1], [1, 0])))
     thread = gl.arange(0, 32, layout=gl.SliceLayout(1, ENTRIES))
     base = shared_base(thread)

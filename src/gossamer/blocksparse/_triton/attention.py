@@ -23,7 +23,8 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of, width_of
+from gossamer._core.philox import dropout_weights
+from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, meeting, owner_of, row_of
 from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of, splits_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
@@ -141,14 +142,15 @@ def scores(s, added, pair, query, key, entry, inside, shift, scale, sizes, CONFI
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, out_ptr, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
-    elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    DV = width_of(D, CONFIG)
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
     SPLITS: tl.constexpr = CONFIG.splits
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -157,7 +159,8 @@ def _attention_fwd_kernel(
     begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
-    q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, exists, D, BLOCK_D)
+    meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
+    q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, meet, D, BLOCK_D)
     keys = (pair // GROUP).to(tl.int64) * Tk
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
@@ -169,7 +172,7 @@ def _attention_fwd_kernel(
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         s = scores(
             dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
-            exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
+            meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
         )  # fmt: skip
         most = tl.maximum(m, tl.max(s, 1))
         base = tl.where(most == float("-inf"), 0.0, most)
@@ -177,6 +180,8 @@ def _attention_fwd_kernel(
         factor = tl.exp2(m - base)
         total = total * factor + tl.sum(p, 1)
         m = most
+        if seed_ptr is not None:
+            p *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], CONFIG.drop)
         v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
         acc = acc * factor[:, None] + dot(p.to(v.dtype), v, CONFIG)
     # A row without keys has zeros; one with NaN keeps it.
@@ -239,14 +244,15 @@ class Operands:
     lists: Lists
     inputs: tuple[Tensor | None, ...]
     lengths: Tensor | None
+    seed: Tensor | None
     config: Config
 
     @property
     def sizes(self) -> tuple[Any, ...]:
         """The masks and the sizes, as kernels take them last."""
         p = self.problem
-        masks = self.lengths, self.lists.elements
-        return *masks, p.b, p.h, p.group, p.tq, p.tk, p.d, self.lists.form.capacity, p.scale * INV_LN2
+        masks = self.lengths, self.lists.elements, self.seed
+        return *masks, p.b, p.h, p.group, p.tq, p.tk, self.lists.form.capacity, p.scale * INV_LN2
 
 
 def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Callable[..., Tile]) -> Operands:
@@ -266,9 +272,9 @@ def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Call
         terms = places.shape[0], call.relative.shape[-1] // places.shape[0]
     tile = tile_of(max(p.d, p.dv), q.element_size(), p.block, terms[0])
     precision = tuning.dot_precision(q, inner_of(p.d))
-    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"])
+    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"], call.drop)
     inputs = q.contiguous(), call.k.contiguous(), call.v.contiguous(), bias, call.relative, places
-    return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, config)
+    return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, call.seed, config)
 
 
 def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tensor]:
@@ -315,10 +321,10 @@ def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     return launch_attention_fwd(given, splits_of(given.problem, q.device) if path == "split" else 1)
 
 
-EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, 128, 0, True, True, True, "dense", True, True, True, 1, 129)
+EXAMPLE = Config(64, 64, *Tile(64, 64)[:5], 2, 128, 128, 128, 128, True, True, True, "dense", True, True, True, 1, 129)
 """The case of the ahead-of-time test: everything that can be added to the scores."""
 
 EXAMPLES = {
-    _attention_fwd_kernel: {"bias_ptr": "*bf16", "CONFIG": EXAMPLE},
+    _attention_fwd_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": EXAMPLE},
     _attention_join_kernel: {"SPLITS": 8, "BLOCK_D": 128, "num_warps": 1},
 }

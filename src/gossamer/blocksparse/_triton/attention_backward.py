@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import launch
+from gossamer._core.philox import dropout_weights
 from gossamer.blocksparse._triton.attention import (
     EXAMPLE,
     Operands,
@@ -36,20 +37,16 @@ from gossamer.blocksparse._triton.attention import (
 from gossamer.blocksparse.attention_lists import (
     Tile,
     column_of,
-    config_of,
     last_of,
     matrix_of,
+    meeting,
     owner_of,
     reached,
     row_of,
-    width_of,
 )
-from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of
-from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.attention_path import choose_path, empty_like
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
-RESIDENT, MOST = 3, 1024
-"""Programs of Hopper's kernels that share a multiprocessor, and lines at most that are sorted."""
 ROWS = 64
 """Queries of a program that makes statistics, and what their number is padded to."""
 
@@ -82,32 +79,6 @@ def _attention_stats_kernel(
 
 
 @triton.jit
-def blocks_of(offsets_ptr, line, exists, H, GROUP, lines, CONFIG: tl.constexpr):
-    """Blocks of lines, counted over batches and heads; of GROUP neighbouring heads where these share a line."""
-    batch = line // lines // (H // GROUP)
-    head = line // lines % (H // GROUP) * GROUP
-    blocks = tl.zeros_like(line)
-    for member in range(GROUP):
-        at = offsets_ptr + (matrix_of(batch, head + member, H, CONFIG) * lines + line % lines)
-        blocks += tl.load(at + 1, mask=exists, other=0) - tl.load(at, mask=exists, other=0)
-    return blocks
-
-
-@launch.kernel(do_not_specialize=["first", "count"])
-def _attention_order_kernel(
-    offsets_ptr, order_ptr, H, GROUP, lines, first, count, CONFIG: tl.constexpr, LINES: tl.constexpr, MOST: tl.constexpr
-):  # fmt: skip
-    """Program (LINES of the last `count` lines): how many of these, at most MOST, come before each."""
-    own = tl.program_id(0) * LINES + tl.arange(0, LINES)
-    every = tl.arange(0, MOST)
-    length = blocks_of(offsets_ptr, first + own, own < count, H, GROUP, lines, CONFIG)[:, None]
-    others = blocks_of(offsets_ptr, first + every, every < count, H, GROUP, lines, CONFIG)[None, :]
-    # Lines that do not exist have no blocks and stand behind all others.
-    before = (others > length) | ((others == length) & (every[None, :] < own[:, None]))
-    tl.store(order_ptr + tl.sum(before.to(tl.int32), 1), first + own, mask=own < count)
-
-
-@triton.jit
 def load_stats(stats_ptr, pair, lines, exists, Tq, ROWS: tl.constexpr):
     """(log-sum-exp in base 2, row sum) of queries."""
     padded = tl.cdiv(Tq, ROWS) * ROWS
@@ -137,7 +108,8 @@ def add_relative(sums_ptr, ds, places_ptr, pair, query, key, present, sizes, CON
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, drelative_sums_ptr,
-    offsets_ptr, columns_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    offsets_ptr, columns_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`drelative_sums` are zeros."""
     BLOCK_K: tl.constexpr = CONFIG.block_k
@@ -145,7 +117,8 @@ def _attention_dq_kernel(
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    DV = width_of(D, CONFIG)
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
     TERMS: tl.constexpr = CONFIG.terms
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
@@ -153,11 +126,12 @@ def _attention_dq_kernel(
     begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
+    meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (pair // GROUP).to(tl.int64) * Tk
-    q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
-    grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
-    lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
+    q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
+    grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
+    lse, delta = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, count * BLOCK_K, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -167,10 +141,13 @@ def _attention_dq_kernel(
         v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
         s = scores(
             dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
-            exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
+            meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
         )  # fmt: skip
         p = tl.exp2(s - lse[:, None])
-        ds = p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
+        dp = dot(grad, tl.trans(v), CONFIG)
+        if seed_ptr is not None:
+            dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], CONFIG.drop)
+        ds = p * (dp - delta[:, None])
         dq += dot(ds.to(k.dtype), k, CONFIG)
         if drelative_sums_ptr is not None:
             ds *= scale * 0.6931471805599453
@@ -188,14 +165,16 @@ def _attention_dq_kernel(
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, offsets_ptr,
-    order_ptr, rows_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    order_ptr, rows_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = CONFIG.block_q
     BLOCK_M: tl.constexpr = CONFIG.block_m
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    DV = width_of(D, CONFIG)
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK_N)
@@ -219,7 +198,7 @@ def _attention_dkdv_kernel(
             present = at < count * BLOCK_Q
             entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
             query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
-            present = present & (query < Tq)
+            present = present & meeting(query, limit, shift, lengths_ptr, Tq, CONFIG)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, DV, BLOCK_V)
             lse, delta = load_stats(stats_ptr, of_query, query, present, Tq, 64)
@@ -228,8 +207,15 @@ def _attention_dkdv_kernel(
                 (key < limit)[:, None] & present[None, :], shift, scale, sizes, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[None, :])
-            dv += dot(p.to(grad.dtype), grad, CONFIG)
-            ds = p * (dot(v, tl.trans(grad), CONFIG) - delta[None, :])
+            weights = p
+            if seed_ptr is not None:
+                factors = dropout_weights(seed_ptr, of_query, query[None, :], key[:, None], CONFIG.drop)
+                weights = p * factors
+            dv += dot(weights.to(grad.dtype), grad, CONFIG)
+            dp = dot(v, tl.trans(grad), CONFIG)
+            if seed_ptr is not None:
+                dp *= factors
+            ds = p * (dp - delta[None, :])
             dk += dot(ds.to(q.dtype), q, CONFIG)
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
@@ -241,7 +227,8 @@ def _attention_dkdv_kernel(
 @launch.kernel(do_not_specialize=["capacity"])
 def _attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dbias_ptr, offsets_ptr, blocks_ptr,
-    columns_ptr, lengths_ptr, elements_ptr, B, H, GROUP, Tq, Tk, D, capacity, scale, CONFIG: tl.constexpr,
+    columns_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     """A tile of the bias lies within one block, and is the sum over the batches and heads that share it. `blocks_ptr`
     holds the number of each block for a dense bias, else its row."""
@@ -251,7 +238,8 @@ def _attention_dbias_kernel(
     BLOCK_N: tl.constexpr = CONFIG.block_n
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    DV = width_of(D, CONFIG)
+    D: tl.constexpr = CONFIG.d
+    DV: tl.constexpr = CONFIG.dv
     SIDE_K: tl.constexpr = BLOCK_K // BLOCK_N
     PARTS: tl.constexpr = BLOCK_Q // BLOCK_M * SIDE_K
     DENSE: tl.constexpr = CONFIG.bias == "dense"
@@ -293,17 +281,21 @@ def _attention_dbias_kernel(
             pair = batch * H + head
             queries = pair.to(tl.int64) * Tq
             keys = (pair // GROUP).to(tl.int64) * Tk
-            q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
-            grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
+            meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
+            q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
+            grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
-            lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq, 64)
+            lse, delta = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
             s = scores(
                 dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :],
-                tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :], shift, scale, sizes, CONFIG,
+                tl.zeros([1, 1], tl.int32) + entry, meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
             )  # fmt: skip
             p = tl.exp2(s - lse[:, None])
-            acc += p * (dot(grad, tl.trans(v), CONFIG) - delta[:, None])
+            dp = dot(grad, tl.trans(v), CONFIG)
+            if seed_ptr is not None:
+                dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], CONFIG.drop)
+            acc += p * (dp - delta[:, None])
     acc = tl.where(total > capacity, float("nan"), acc)
     if DENSE:
         at = (owner.to(tl.int64) * Tq + lines)[:, None] * Tk + key[None, :]
@@ -330,29 +322,6 @@ def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | N
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
     _attention_stats_kernel((b * h * tiles, 1, 1), args, meta)
     return stats
-
-
-def longest_first(p: Problem, offsets: Tensor, lines: int, split: int, group: int = 1) -> tuple[Tensor | None, int]:
-    """(numbers of the last lines, longest first; how many lines come before these in their own order), for kernels of
-    which RESIDENT programs share a multiprocessor.
-
-    Programs begin in the order of their numbers, as others end, and a long line that begins last leaves the GPU
-    waiting. If all long lines began first, programs would end together, wave after wave, and would spread over all
-    heads, whose keys no cache holds. So only the last two waves of programs are sorted. Below a diagonal, where the
-    last lines are the longest, and where all programs begin at once, no lines are sorted.
-
-    `offsets` are a layout's, of its rows or columns; `lines` are those of a matrix, of `split` programs each; `group`
-    heads share a program.
-    """
-    total, wave = p.b * (p.h // group) * lines, RESIDENT * tuning.programs(offsets.device) // split
-    if p.causal or total <= wave:
-        return None, total
-    count = min(total, 2 * wave, MOST)
-    order = torch.empty(count, dtype=torch.int32, device=offsets.device)
-    args = (offsets, order, p.h, group, lines, total - count, count)
-    meta = {"CONFIG": config_of(p, Tile(64, 64)), "LINES": 16, "MOST": MOST}
-    _attention_order_kernel((launch.cdiv(count, 16), 1, 1), args, meta, num_warps=8)
-    return order, total - count
 
 
 def launch_attention_bwd(
@@ -407,13 +376,9 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     stats = attention_stats(out, grad, lse, grad_lse)
     if choose_path(call) == "hopper":
-        from gossamer.blocksparse._gluon.attention_backward import SIDE
         from gossamer.blocksparse._gluon.attention_backward import launch_attention_bwd as on_hopper
 
-        p, lists = problem_of(call), Lists(call.layout, call.form)
-        of_rows = longest_first(p, lists.row_offsets, p.rows, p.block[0] // SIDE)
-        of_columns = longest_first(p, lists.col_offsets, p.columns, p.block[1] // SIDE, p.group)
-        return *on_hopper(call, grad, stats, of_rows, of_columns), dbias, drelative
+        return *on_hopper(call, grad, stats), dbias, drelative
     given, grad, sums = operands(call, tile_of), grad.contiguous(), None
     if relative is not None and call.with_relative:
         sums = torch.zeros_like(relative, dtype=torch.float32)
@@ -427,9 +392,13 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
 
 _CONFIG = replace(EXAMPLE, block_n=32)
 EXAMPLES = {
-    _attention_order_kernel: {"CONFIG": EXAMPLE, "LINES": 16, "MOST": MOST, "num_warps": 8},
     _attention_stats_kernel: {"ROWS": ROWS, "BLOCK_D": 128},
-    _attention_dq_kernel: {"bias_ptr": "*bf16", "CONFIG": _CONFIG, "num_stages": 1},
-    _attention_dkdv_kernel: {"bias_ptr": "*bf16", "CONFIG": replace(_CONFIG, block_m=32), "num_stages": 1},
-    _attention_dbias_kernel: {"bias_ptr": "*bf16", "CONFIG": _CONFIG, "num_stages": 1},
+    _attention_dq_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": _CONFIG, "num_stages": 1},
+    _attention_dkdv_kernel: {
+        "bias_ptr": "*bf16",
+        "seed_ptr": "*i64",
+        "CONFIG": replace(_CONFIG, block_m=32),
+        "num_stages": 1,
+    },
+    _attention_dbias_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": _CONFIG, "num_stages": 1},
 }

@@ -68,7 +68,7 @@ def _layout_fill_kernel(
     tl.store(columns_ptr + z * C + col, begin, mask=col < C)
     ZC = tl.num_programs(0) // tiles * C
     tl.store(columns_ptr + ZC, nnz, mask=pid == 0)
-    # Lists begin at multiples of four: what is left in front of the next list is padding too.
+    # Lists begin at multiples of four: the rest in front of the next list is padding too.
     wide_rows, wide_columns, wide = tl.cdiv(ZR + 1, 4) * 4, tl.cdiv(ZC + 1, 4) * 4, tl.cdiv(capacity, 4) * 4
     for first in range(pid * DOWN, wide_rows, tl.num_programs(0) * DOWN):
         at = first + tl.arange(0, DOWN)

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.softmax import fill_rest
-from gossamer.blocksparse._triton.strips import strips
 from gossamer.blocksparse._triton.tensor import cell, from_dense, lost_blocks, place, to_dense
 from gossamer.blocksparse._triton.transpose import turn
-from gossamer.blocksparse.matmul_path import ACROSS, Plan, Turned, narrowed, plan_of, widest_for
+from gossamer.blocksparse.matmul_path import Plan, Turned, narrowed, plan_of, widest_for
 from gossamer.blocksparse.records import BlocksparseFromDense, BlocksparseMatmul, BlocksparseToDense
 
 WAVES = 16
@@ -311,12 +310,7 @@ def matmul(call: BlocksparseMatmul) -> Tensor:
     if plan.walk is not None:
         from gossamer.blocksparse._gluon.matmul import launch_matmul
 
-        walk, of_out, tiles = plan.walk, product.lists[2], None
-        if walk.strips:
-            assert of_out is not None
-            width = ACROSS // product.block[2]
-            tiles = strips(of_out.by(product.trans[2])[0], of_out.form.capacity, width, walk.band)
-        launch_matmul(walk, product, out, tiles)
+        launch_matmul(plan.walk, product, out)
     else:
         launch_blocks(product, out, plan.wide)
     return out

@@ -1,19 +1,18 @@
 """Elements put where indices say, in a fixed order and without atomics.
 
-Along a dimension no line of a matrix meets another: entries of row i go to row i (dim -1), entries of column j to
-column j (dim -2). A program takes LINES rows or columns at a time and keeps their results by place in memory of
-its own, in float32 for 16-bit sums and products: programs are as few as leave these in the first cache, where the next
-step finds what the last one has left. It walks the entries of its lines from the first to the last block, STEP entries
-of each a step; those of the next steps are on their way, as only the places wait for each other. Entries of one
-step that have the same place are joined in registers, by comparing each with each, and added to what is there; all of
-them write the one result. A barrier before the writes, for all must have read, and one behind them: nothing depends on
-timing. In the end the result's present blocks are rounded and written, and were set before: entries that go elsewhere
-are lost. With `RESET` a first walk puts the reduction's neutral number where there are entries, so that earlier numbers
-are left out.
+Along rows no line of a matrix meets another: what stands in row i goes to row i. A program takes LINES rows at a time
+and keeps their results by place in memory of its own, in float32 for 16-bit sums and products: programs are as few as
+leave these in the first cache, where the next step finds what the last one has left. It walks the entries of its rows
+from the first to the last block, STEP entries of each a step; those of the next steps are on their way, as only the
+places wait for each other. Entries of one step that have the same place are joined in registers, by comparing each with
+each, and added to what is there; all of them write the one result. A barrier before the writes, for all must have read,
+and one behind them: nothing depends on timing. In the end the result's present blocks are rounded and written, and were
+set before: what goes elsewhere is lost. With `RESET` a first walk puts the reduction's neutral number where there are
+entries, so that what was there before is left out.
 
 Rows of floats on Hopper have `_gluon.scatter_reduce`: here each entry's result crosses the second cache again, and few
-rows fit the first one. A walk of columns takes longer for each entry the longer they are: many entries along columns
-are transposed, and so is the result. Indices are narrowed on the way, to half of the bytes.
+rows fit the first one. Columns are rows of transposed blocks, whose indices are narrowed on the way, to half of the
+bytes.
 
 Along a leading dimension a line is the elements at one place in matrices that follow each other: a program owns a tile
 of one cell of the grid and walks the matrices; nothing repeats within a step. There 16-bit sums and products are kept
@@ -36,10 +35,8 @@ from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.lists import lost as lost_value
 from gossamer.blocksparse.records import BlocksparseScatterReduce, Direction
 
-# A row's entries lie side by side: one row, and a warp, which has no others to wait for. Columns are taken by four,
-# whose indices fill a sector, and find room in the second cache alone.
-TILES = {1: (4, 8, 256 << 10), 2: (1, 32, 192 << 10)}
-"""By axis: lines of a program, which is a warp; entries of each a step; bytes that a multiprocessor's programs keep."""
+STEP, ROOM = 32, 192 << 10
+"""Entries of a program, which is a warp, a step; bytes that a multiprocessor's programs keep."""
 ELEMENTS = 1024
 """Elements of a tile of whole blocks, where lines are not walked."""
 
@@ -107,11 +104,9 @@ def reduced(x, REDUCE: tl.constexpr):
 def entries(lists, begin, step, steps, at, STEPS: tl.constexpr, STRIDE: tl.constexpr, AREA: tl.constexpr):
     """(indices, elements of src, the block's other place) of one step, as they are in memory; `at` is where the first
     step of a block has its entries. Behind the last step there are none."""
-    index_ptr, src_ptr, order_ptr, others_ptr = lists
+    index_ptr, src_ptr, others_ptr = lists
     exists = step < steps
     block = begin + step // STEPS
-    if order_ptr is not None:
-        block = tl.load(order_ptr + block, mask=exists, other=0)
     other = tl.load(others_ptr + block, mask=exists, other=0)
     at += block.to(tl.int64) * AREA + step % STEPS * STRIDE
     target = tl.load(index_ptr + at, mask=exists, other=-1, eviction_policy="evict_first")
@@ -123,49 +118,31 @@ def entries(lists, begin, step, steps, at, STEPS: tl.constexpr, STRIDE: tl.const
 
 
 @triton.jit
-def places(
-    lists, begin, end, first, line, SPAN: tl.constexpr, ACROSS: tl.constexpr, CHUNK: tl.constexpr, AXIS: tl.constexpr
-):  # fmt: skip
-    """(places in what a program keeps, places in the result, which of them are) of CHUNK elements of its lines, from
+def places(others_ptr, begin, end, first, line, SPAN: tl.constexpr, ACROSS: tl.constexpr, CHUNK: tl.constexpr):
+    """(places in what a program keeps, places in the result, which of them are) of CHUNK elements of its rows, from
     the first on: the blocks of the result's list laid end to end, SPAN elements of each."""
-    order_ptr, others_ptr, count = lists
     at = first + tl.arange(0, CHUNK)
     exists = begin + at // SPAN < end
     block = begin + at // SPAN
-    if order_ptr is not None:
-        block = tl.load(order_ptr + block, mask=exists, other=0)
     other = tl.load(others_ptr + block, mask=exists, other=0)
-    if AXIS == 1:
-        other %= count
     # Neighbours within a block, whose sizes are multiples of 16.
     target = tl.max_contiguous(tl.multiple_of(other * SPAN + at % SPAN, 16), 16)
-    area = block.to(tl.int64) * (SPAN * ACROSS)
-    LINES: tl.constexpr = line.shape[0]
-    own = tl.arange(0, LINES)
-    if AXIS == 2:
-        kept = target[None, :] * LINES + own[:, None]
-        place = area[None, :] + (line[:, None] * SPAN + (at % SPAN)[None, :])
-        exists = exists[None, :] & (own >= 0)[:, None]
-    else:
-        kept = target[:, None] * LINES + own[None, :]
-        place = area[:, None] + ((at % SPAN)[:, None] * ACROSS + line[None, :])
-        exists = exists[:, None] & (own >= 0)[None, :]
-    return kept, place, exists
+    own = tl.arange(0, line.shape[0])[:, None]
+    place = (block.to(tl.int64) * (SPAN * ACROSS))[None, :] + (line[:, None] * SPAN + (at % SPAN)[None, :])
+    return target[None, :] * line.shape[0] + own, place, exists[None, :] & (own >= 0)
 
 
 @triton.jit
 def put(
     frame, target, x, other, step,
-    SPAN: tl.constexpr, STEPS: tl.constexpr, AXIS: tl.constexpr, REDUCE: tl.constexpr, RESET: tl.constexpr,
+    SPAN: tl.constexpr, STEPS: tl.constexpr, REDUCE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
     """Joins a step's elements `[LINES, STEP]` with what is there; equal targets are in one line."""
-    kept_ptr, held, limit, rows_index, bound = frame
+    kept_ptr, held, limit, bound = frame
     LINES: tl.constexpr = target.shape[0]
     STEP: tl.constexpr = target.shape[1]
     dtype = kept_ptr.dtype.element_ty
     ahead = tl.arange(0, STEP)
-    if AXIS == 1:
-        other %= rows_index
     inside = other * SPAN + step % STEPS * (SPAN // STEPS) + ahead < limit
     found = held & inside[None, :] & (target >= 0) & (target < bound)
     target = tl.where(found, target, -1).to(tl.int32)
@@ -202,41 +179,35 @@ def fill_behind(out_ptr, total, capacity, overflowed, AREA: tl.constexpr):
 
 @launch.kernel(do_not_specialize=["groups", "capacity", "index_capacity"])
 def _scatter_reduce_kernel(
-    out_ptr, given_ptr, src_ptr, index_ptr, kept_ptr, out_offsets_ptr, out_order_ptr, out_others_ptr, offsets_ptr,
-    order_ptr, others_ptr, groups, COUNT, BOUND, M_INDEX, N_INDEX, capacity, index_capacity,
-    BLOCK: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr, REDUCE: tl.constexpr, RESET: tl.constexpr,
+    out_ptr, given_ptr, src_ptr, index_ptr, kept_ptr, out_offsets_ptr, out_others_ptr, offsets_ptr, others_ptr, groups,
+    COUNT, BOUND, M_INDEX, N_INDEX, capacity, index_capacity,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, REDUCE: tl.constexpr, RESET: tl.constexpr,
 ):  # fmt: skip
-    """Program (every so many of the groups of LINES rows or columns of all matrices, COUNT rows or columns of blocks
-    each). BLOCK is the blocks' height and width, TILE (LINES, STEP, elements of a line where a result is begun and
-    written). Offsets, order and others list the blocks of rows (AXIS 2) or columns, of the result and of index: where
-    each begins, which these are (in their own order if None), and the column or row of each."""
+    """Program (every so many of the groups of LINES rows of all matrices, COUNT rows of blocks each). BLOCK is the
+    blocks' height and width, TILE (LINES, STEP, elements of a row where a result is begun and written). Offsets and
+    others list the blocks of rows, of the result and of index: where each begins, and the column of each."""
     HEIGHT: tl.constexpr = BLOCK[0]
-    WIDTH: tl.constexpr = BLOCK[1]
+    SPAN: tl.constexpr = BLOCK[1]
     LINES: tl.constexpr = TILE[0]
     STEP: tl.constexpr = TILE[1]
     CHUNK: tl.constexpr = TILE[2]
-    AREA: tl.constexpr = HEIGHT * WIDTH
-    SPAN: tl.constexpr = WIDTH if AXIS == 2 else HEIGHT
-    ACROSS: tl.constexpr = HEIGHT if AXIS == 2 else WIDTH
-    PARTS: tl.constexpr = ACROSS // LINES
+    AREA: tl.constexpr = HEIGHT * SPAN
+    PARTS: tl.constexpr = HEIGHT // LINES
     dtype = kept_ptr.dtype.element_ty
-    rows_index = tl.cdiv(M_INDEX, HEIGHT)
-    count_index = rows_index if AXIS == 2 else tl.cdiv(N_INDEX, WIDTH)
-    other_count = tl.cdiv(BOUND, SPAN)
+    count_index = tl.cdiv(M_INDEX, HEIGHT)
     total = tl.load(out_offsets_ptr + groups // PARTS)
     overflowed = total > capacity
     overflowed |= tl.load(offsets_ptr + groups // PARTS // COUNT * count_index) > index_capacity
     last_group = tl.where(overflowed, 0, groups)
     own, ahead = tl.arange(0, LINES), tl.arange(0, STEP)
-    kept_ptr += tl.program_id(0).to(tl.int64) * (LINES * SPAN) * other_count
-    out_lists = (out_order_ptr, out_others_ptr, other_count)
-    lists = (index_ptr, src_ptr, order_ptr, others_ptr)
+    kept_ptr += tl.program_id(0).to(tl.int64) * (LINES * SPAN) * tl.cdiv(BOUND, SPAN)
+    lists = (index_ptr, src_ptr, others_ptr)
     for group in range(tl.program_id(0), last_group, tl.num_programs(0)):
         row = group // PARTS
         line = group % PARTS * LINES + own
         begin_out, end_out = tl.load(out_offsets_ptr + row), tl.load(out_offsets_ptr + row + 1)
         for first in range(0, (end_out - begin_out) * SPAN, CHUNK):
-            to, place, exists = places(out_lists, begin_out, end_out, first, line, SPAN, ACROSS, CHUNK, AXIS)
+            to, place, exists = places(out_others_ptr, begin_out, end_out, first, line, SPAN, HEIGHT, CHUNK)
             x = tl.full(place.shape, 0, dtype)
             if given_ptr is not None:
                 x = tl.load(given_ptr + place, mask=exists, other=0).to(dtype)
@@ -246,34 +217,28 @@ def _scatter_reduce_kernel(
         at_row, listed = row // COUNT * count_index + row % COUNT, row % COUNT < count_index
         begin = tl.load(offsets_ptr + at_row, mask=listed, other=0)
         steps = (tl.load(offsets_ptr + at_row + 1, mask=listed, other=0) - begin) * (SPAN // STEP)
-        if AXIS == 2:
-            at = line[:, None] * WIDTH + ahead[None, :]
-            held = (row % COUNT * HEIGHT + line < M_INDEX)[:, None]
-        else:
-            at = ahead[None, :] * WIDTH + line[:, None]
-            held = (row % COUNT * WIDTH + line < N_INDEX)[:, None]
-        STRIDE: tl.constexpr = STEP if AXIS == 2 else STEP * WIDTH
-        limit = N_INDEX if AXIS == 2 else M_INDEX
-        frame = (kept_ptr, held, limit, rows_index, BOUND)
+        at = line[:, None] * SPAN + ahead[None, :]
+        held = (row % COUNT * HEIGHT + line < M_INDEX)[:, None]
+        frame = (kept_ptr, held, N_INDEX, BOUND)
         for walk in tl.static_range(2 if RESET else 1):
             # Four steps are on their way, in registers of their own: to hand them on would wait for them.
-            target0, x0, other0 = entries(lists, begin, 0, steps, at, SPAN // STEP, STRIDE, AREA)
-            target1, x1, other1 = entries(lists, begin, 1, steps, at, SPAN // STEP, STRIDE, AREA)
-            target2, x2, other2 = entries(lists, begin, 2, steps, at, SPAN // STEP, STRIDE, AREA)
-            target3, x3, other3 = entries(lists, begin, 3, steps, at, SPAN // STEP, STRIDE, AREA)
+            target0, x0, other0 = entries(lists, begin, 0, steps, at, SPAN // STEP, STEP, AREA)
+            target1, x1, other1 = entries(lists, begin, 1, steps, at, SPAN // STEP, STEP, AREA)
+            target2, x2, other2 = entries(lists, begin, 2, steps, at, SPAN // STEP, STEP, AREA)
+            target3, x3, other3 = entries(lists, begin, 3, steps, at, SPAN // STEP, STEP, AREA)
             for step in range(0, steps, 4):
-                put(frame, target0, x0, other0, step, SPAN, SPAN // STEP, AXIS, REDUCE, RESET and walk == 0)
-                target0, x0, other0 = entries(lists, begin, step + 4, steps, at, SPAN // STEP, STRIDE, AREA)
-                put(frame, target1, x1, other1, step + 1, SPAN, SPAN // STEP, AXIS, REDUCE, RESET and walk == 0)
-                target1, x1, other1 = entries(lists, begin, step + 5, steps, at, SPAN // STEP, STRIDE, AREA)
-                put(frame, target2, x2, other2, step + 2, SPAN, SPAN // STEP, AXIS, REDUCE, RESET and walk == 0)
-                target2, x2, other2 = entries(lists, begin, step + 6, steps, at, SPAN // STEP, STRIDE, AREA)
-                put(frame, target3, x3, other3, step + 3, SPAN, SPAN // STEP, AXIS, REDUCE, RESET and walk == 0)
-                target3, x3, other3 = entries(lists, begin, step + 7, steps, at, SPAN // STEP, STRIDE, AREA)
+                put(frame, target0, x0, other0, step, SPAN, SPAN // STEP, REDUCE, RESET and walk == 0)
+                target0, x0, other0 = entries(lists, begin, step + 4, steps, at, SPAN // STEP, STEP, AREA)
+                put(frame, target1, x1, other1, step + 1, SPAN, SPAN // STEP, REDUCE, RESET and walk == 0)
+                target1, x1, other1 = entries(lists, begin, step + 5, steps, at, SPAN // STEP, STEP, AREA)
+                put(frame, target2, x2, other2, step + 2, SPAN, SPAN // STEP, REDUCE, RESET and walk == 0)
+                target2, x2, other2 = entries(lists, begin, step + 6, steps, at, SPAN // STEP, STEP, AREA)
+                put(frame, target3, x3, other3, step + 3, SPAN, SPAN // STEP, REDUCE, RESET and walk == 0)
+                target3, x3, other3 = entries(lists, begin, step + 7, steps, at, SPAN // STEP, STEP, AREA)
             tl.debug_barrier()
 
         for first in range(0, (end_out - begin_out) * SPAN, CHUNK):
-            to, place, exists = places(out_lists, begin_out, end_out, first, line, SPAN, ACROSS, CHUNK, AXIS)
+            to, place, exists = places(out_others_ptr, begin_out, end_out, first, line, SPAN, HEIGHT, CHUNK)
             x = tl.load(kept_ptr + to, mask=exists, other=0)
             tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=exists)
         tl.debug_barrier()
@@ -369,31 +334,23 @@ def scatter_shared(call: BlocksparseScatterReduce) -> Tensor:
 
 
 def scatter_lines(call: BlocksparseScatterReduce) -> Tensor:
-    """Walks rows or columns."""
-    (wide, given, src, reset), axis, index, out = _begun(call), call.axis[0], call.index, _empty(call)
-    halves, (m_index, n_index), (m, n) = _both(call), call.index_form[5:7], call.form[5:7]
-    lists = [each.by(axis == 1) for each in halves]
-    index_capacity, *block = index.shape
-    span, across = block[::-1] if axis == 2 else block
-    bound, beside = (n, m) if axis == 2 else (m, n)
-    lines, ahead, room = TILES[axis]
-    step = min(ahead, span)
-    lines = min(lines * (ahead // step), across)
-    groups = (lists[0][0].shape[0] - 1) * (across // lines)
-    length = max(launch.cdiv(bound, span), 1) * span * lines
+    """Walks rows."""
+    (wide, given, src, reset), index, out = _begun(call), call.index, _empty(call)
+    (lists, names), (m_index, n_index), (m, n) = _both(call), call.index_form[5:7], call.form[5:7]
+    index_capacity, height, width = index.shape
+    step = min(STEP, width)
+    lines = STEP // step
+    groups = (lists.row_offsets.shape[0] - 1) * (height // lines)
+    length = max(launch.cdiv(n, width), 1) * width * lines
     # At least one for each multiprocessor, at most as many as run at once.
-    most = max(1, min(32, room // (length * wide.itemsize)))
+    most = max(1, min(32, ROOM // (length * wide.itemsize)))
     programs = max(1, min(groups, most * tuning.programs(out.device)))
     kept = torch.empty(programs * length, dtype=wide, device=out.device)
-    count = max(launch.cdiv(beside, across), 1)
     args = (
-        plain(out), given, src, index, kept, *lists[0], *lists[1], groups, count, bound, m_index, n_index,
-        out.shape[0], index_capacity,
+        plain(out), given, src, index, kept, lists.row_offsets, lists.col_indices, names.row_offsets, names.col_indices,
+        groups, max(launch.cdiv(m, height), 1), n, m_index, n_index, out.shape[0], index_capacity,
     )  # fmt: skip
-    meta = {
-        "BLOCK": tuple(block), "TILE": (lines, step, 1024 // lines), "AXIS": axis, "REDUCE": call.reduce,
-        "RESET": reset,
-    }  # fmt: skip
+    meta = {"BLOCK": (height, width), "TILE": (lines, step, 1024 // lines), "REDUCE": call.reduce, "RESET": reset}
     _scatter_reduce_kernel((programs, 1, 1), args, meta, num_warps=1)
     return out
 
@@ -422,8 +379,8 @@ def scatter_matrices(call: BlocksparseScatterReduce) -> Tensor:
 
 EXAMPLES = {
     _scatter_reduce_kernel: {
-        "given_ptr": None, "kept_ptr": "*fp32", "out_order_ptr": None, "order_ptr": None, "BLOCK": (64, 64),
-        "TILE": (1, 32, 1024), "AXIS": 2, "REDUCE": "sum", "RESET": False, "num_warps": 1,
+        "given_ptr": None, "kept_ptr": "*fp32", "BLOCK": (64, 64), "TILE": (1, 32, 1024), "REDUCE": "sum",
+        "RESET": False, "num_warps": 1,
     },
     _scatter_lead_kernel: {"out_ptr": "*fp32", "HEIGHT": 64, "WIDTH": 64, "TILE": 16, "MODE": "sum", "REDUCE": "sum"},
 }  # fmt: skip

@@ -86,10 +86,10 @@ def softmax_at_once(
     source, out_ptr, lists, scale, line, i, SHAPE: tl.constexpr, STEP: tl.constexpr, LINES: tl.constexpr,
     MASK: tl.constexpr,
 ):  # fmt: skip
-    """Lines of up to STEP elements; those that follow are on their way while these are computed."""
+    """Lines of up to STEP elements; the next lines are on their way while these are computed."""
     BLOCK_M: tl.constexpr = i.shape[0]
     WIDTH: tl.constexpr = SHAPE[1]
-    # What is not there takes no part: plain scores have that from their load, and are scaled when they are used.
+    # Absent elements take no part: plain scores have that from their load, and are scaled when they are used.
     ABSENT: tl.constexpr = float("-inf") if MASK == "plain" else 0.0
     scale *= 1.4426950408889634
     later = scale if MASK == "plain" else 1.0

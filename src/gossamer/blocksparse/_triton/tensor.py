@@ -19,7 +19,7 @@ from gossamer.blocksparse.records import BlocksparseFromDense, BlocksparseToDens
 
 @triton.jit
 def lost(x):
-    """What stands for values that are not there for want of room: NaN, or the lowest of integers."""
+    """The stand-in for values that are not there for want of room: NaN, or the lowest of integers."""
     if x.dtype.is_floating():
         return tl.full(x.shape, float("nan"), x.dtype)
     elif x.dtype.is_int_signed():

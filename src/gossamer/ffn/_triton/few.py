@@ -143,7 +143,7 @@ def _few_hidden_kernel(
     if count > 0:
         z = tl.where(kept, z, 0.0)
         if PRECISION != "none" and up_ptr is not None:
-            # Before it is squared: what was rounded already is not rounded again.
+            # Before it is squared: a rounded number is not rounded again.
             tl.store(values_ptr + place[:, None] * ROWS + m[None, :], z, mask=held[:, None])
             tl.debug_barrier()
             for first in range(0, count, SLOTS):
@@ -248,7 +248,7 @@ def _few_down_kernel(
         gdc_launch_dependents()
     bias = tl.zeros([BLOCK_D], tl.float32)
     if bias_ptr is not None:
-        # Whoever wrote it has ended, for `hidden` is past its own wait.
+        # The kernel that wrote it has ended, for `hidden` is past its own wait.
         bias = tl.load(bias_ptr + d, mask=inside, other=0.0).to(tl.float32)
     if DEPENDENT:
         gdc_wait()

@@ -131,7 +131,7 @@ def hidden_gradients(
     lists: ColumnLists, dots: Tensor, gate: Tensor, up: Tensor | None, penalty: Tensor | None, squared: bool
 ) -> tuple[Tensor, Tensor]:
     """Gradients of the gate's pre-activations and of the up projection at the entries, `[2 or 1, room]`, by rows and by
-    columns. penalty: what the L1 penalty adds to the gradient of an activation above 0, float32 `[1]`."""
+    columns. penalty: the gradient of the L1 penalty for an activation above 0, float32 `[1]`."""
     slices, room = dots.shape
     n = lists.offsets.shape[0] - 1
     by_row = gate.new_empty(1 if up is None else 2, room)

@@ -95,8 +95,8 @@ def _ffn_train_heavy_bwd_kernel(
     heavy_ptr, words_ptr, x_ptr, weights, grad_ptr, penalty_ptr, kept_ptr, dx_ptr, grads, sums_ptr, R, N, K, D,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, SQUARED: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Programs share the listed rows, R at a time: what `hidden_grad_tile` makes of them, then their rows of the
-    gradient of x and what they add to the gradients of weights. weights: gate, its bias and threshold, up and its bias,
+    """Programs share the listed rows, R at a time: `hidden_grad_tile` of them, then their rows of the
+    gradient of x and their parts of the gradients of weights. weights: gate, its bias and threshold, up and its bias,
     down [N, D]; grads: of gate, up and down. sums_ptr: [2, N], sums of the gradients of the hidden activations."""
     count = tl.load(heavy_ptr)
     number = 0

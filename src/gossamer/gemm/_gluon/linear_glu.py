@@ -4,9 +4,7 @@ A tile is 128 rows by 128 columns of the result. The 128 weight rows of the gate
 two halves of one shared tile, from two tensors, so that a single 64 x 256 x 16 wgmma, the widest there is and the one
 that asks least of shared memory, serves both; columns j and j + 128 of the accumulator then lie in one thread, and
 gating is arithmetic on registers. The ring of stages runs on across tiles, and the warpgroups share nothing else:
-while one gates and stores, the other may multiply. With at most 64 rows the time goes into reading the weights: one
-warpgroup, and five stages; programs begin at different steps of K, or all of them would ask for the same columns of
-the weights, which lie a power of two apart, at the same time.
+while one gates and stores, the other may multiply.
 
 There is room for four stages of 48 KiB, but three are faster with many rows: programs that run ahead by less stay
 together, ask for the same rows of x and of the weights at the same time, and so ask the L2 for less, which at the power
@@ -36,13 +34,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch, tuning
-from gossamer.gemm.linear_glu_path import cuts_of
+from gossamer.gemm.linear_glu_path import TILE
 from gossamer.gemm.records import LinearGlu
 
 BLOCK_N = gl.constexpr(128)
 BLOCK_K = gl.constexpr(64)
 ROWS = gl.constexpr(64)
 """Rows of a warpgroup."""
+GROUPS = gl.constexpr(2)
+BLOCK_M = gl.constexpr(128)
 
 GROUP_M = 16
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
@@ -129,7 +129,7 @@ def origin_of(tile, tiles_m, tiles_n, GROUP_M: gl.constexpr):
 
 
 @gluon.jit
-def produce(inputs, ring, extent, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr):
+def produce(inputs, ring, extent, GROUP_M: gl.constexpr, STAGES: gl.constexpr):
     """The warp that loads."""
     x_desc, gate_desc, up_desc = inputs
     x_bufs, w_bufs, ready, empty = ring
@@ -143,8 +143,7 @@ def produce(inputs, ring, extent, BLOCK_M: gl.constexpr, GROUP_M: gl.constexpr, 
         tile, first, last = find_piece(piece, alone, program, programs, tiles, whole, steps, abreast)
         tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
         row, column = tile_m * BLOCK_M, tile_n * BLOCK_N
-        for turn in range(first, last):
-            step = first + (turn - first + tile * 5) % (last - first) if BLOCK_M == ROWS else turn
+        for step in range(first, last):
             stage = count % STAGES
             full = ready.index(stage)
             weights = w_bufs.index(stage)
@@ -205,10 +204,10 @@ def emit(desc, buffer, tile, row, column):
 
 @gluon.jit
 def consume(
-    outputs, grads, ring, partials, extent, GROUP: gl.constexpr, GROUPS: gl.constexpr, GROUP_M: gl.constexpr,
-    STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
+    outputs, grads, ring, partials, extent, GROUP: gl.constexpr, GROUP_M: gl.constexpr, STAGES: gl.constexpr,
+    ACTIVATION: gl.constexpr,
 ):  # fmt: skip
-    """Warpgroup GROUP of GROUPS: its ROWS rows of every tile."""
+    """Warpgroup GROUP: its ROWS rows of every tile."""
     out_desc, first_desc, second_desc, buffers, gate_bias_ptr, up_bias_ptr = outputs
     grad_ptr, stride_dm, stride_dn, M, N = grads
     x_bufs, w_bufs, ready, empty = ring
@@ -261,7 +260,7 @@ def consume(
                     up += from_slot(gl.load(slot + HALF + offsets, cache_modifier=".cg"), half)
         if last == steps:
             tile_m, tile_n = origin_of(tile, tiles_m, tiles_n, GROUP_M)
-            row, column = tile_m * (GROUPS * ROWS) + GROUP * ROWS, tile_n * BLOCK_N
+            row, column = tile_m * BLOCK_M + GROUP * ROWS, tile_n * BLOCK_N
             gate = add_bias(gate, gate_bias_ptr, column, N, half)
             up = add_bias(up, up_bias_ptr, column, N, half)
             active, slope = activated(gate, ACTIVATION)
@@ -286,8 +285,6 @@ def _linear_glu_kernel(
     GROUP_M: gl.constexpr, STAGES: gl.constexpr, ACTIVATION: gl.constexpr,
 ):  # fmt: skip
     """`first_desc` and `second_desc` take gate and up, or with `grad_ptr` their gradients, or are None."""
-    GROUPS: gl.constexpr = x_desc.block_type.shape[0] // ROWS
-    BLOCK_M: gl.constexpr = GROUPS * ROWS
     tiles_n = gl.cdiv(N, BLOCK_N)
     x_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, BLOCK_M, BLOCK_K], x_desc.layout)
     w_bufs = gl.allocate_shared_memory(x_desc.dtype, [STAGES, 2 * BLOCK_N, BLOCK_K], gate_desc.layout)
@@ -305,52 +302,30 @@ def _linear_glu_kernel(
     partials = (partial_ptr, flags_ptr)
     extent = (tiles_m, tiles_n, whole, steps, abreast)
     # The warp that loads leaves its registers to the warpgroups: 240 a thread out of 168 in the launch.
-    if GROUPS == 1:
-        gl.warp_specialize(
-            [
-                (consume, (outputs, grads, ring, partials, extent, 0, GROUPS, GROUP_M, STAGES, ACTIVATION)),
-                (produce, (inputs, ring, extent, BLOCK_M, GROUP_M, STAGES)),
-            ],
-            [1],
-            [24],
-        )
-    else:
-        gl.warp_specialize(
-            [
-                (consume, (outputs, grads, ring, partials, extent, 0, GROUPS, GROUP_M, STAGES, ACTIVATION)),
-                (consume, (outputs, grads, ring, partials, extent, 1, GROUPS, GROUP_M, STAGES, ACTIVATION)),
-                (produce, (inputs, ring, extent, BLOCK_M, GROUP_M, STAGES)),
-            ],
-            [4, 1],
-            [240, 24],
-        )
-
-
-def tile_rows(m: int) -> tuple[int, int]:
-    """(rows of a tile, stages in shared memory)"""
-    return (64, 5) if m <= 64 else (128, 4 if m <= 2048 else 3)
+    gl.warp_specialize(
+        [
+            (consume, (outputs, grads, ring, partials, extent, 0, GROUP_M, STAGES, ACTIVATION)),
+            (consume, (outputs, grads, ring, partials, extent, 1, GROUP_M, STAGES, ACTIVATION)),
+            (produce, (inputs, ring, extent, GROUP_M, STAGES)),
+        ],
+        [4, 1],
+        [240, 24],
+    )
 
 
 def schedule(tiles_m: int, tiles_n: int, steps: int, device: torch.device) -> tuple[int, int, int]:
     """(programs, tiles that one program computes alone, programs abreast) of the product's tiles.
 
-    The other tiles are shared along K, which costs as much as some 10 steps where all programs are at work, and 40
-    where most were idle: a partial sum out and in again, and one more start.
+    The tiles of the last turn are shared along K, with those of the turn before it, which costs as much as some 10
+    steps: a partial sum out and in again, and one more start.
     """
     units, tiles = tuning.programs(device), tiles_m * tiles_n
-    if tiles <= units:
-        cuts = cuts_of(tiles, steps, device)
-        if cuts == 1:
-            return tiles, tiles, 1
-        count, whole = tiles * cuts, 0
-    else:
-        idle = -tiles % units / units
-        if idle * steps < 10:
-            return units, tiles, 1
-        count, whole = units, (tiles // units - 1) * units
+    if tiles <= units or -tiles % units / units * steps < 10:
+        return min(units, tiles), tiles, 1
+    whole = (tiles // units - 1) * units
     shared = tiles - whole
-    abreast = next(a for a in (4, 3, 2, 1) if tiles_m % a == 0 and count % a == 0 and shared % a == 0)
-    return count, whole, abreast
+    abreast = next(a for a in (4, 3, 2, 1) if tiles_m % a == 0 and units % a == 0 and shared % a == 0)
+    return units, whole, abreast
 
 
 def launch_linear_glu(
@@ -360,23 +335,22 @@ def launch_linear_glu(
     x, gate_weight, up_weight, gate_bias, up_bias, activation, _ = call
     assert up_weight is not None
     (m, k), n = x.shape, gate_weight.shape[0]
-    block_m, stages = tile_rows(m)
-    tiles_m, tiles_n, steps = launch.cdiv(m, block_m), launch.cdiv(n, 128), launch.cdiv(k, 64)
+    tiles_m, tiles_n, steps = launch.cdiv(m, TILE), launch.cdiv(n, TILE), launch.cdiv(k, 64)
     programs, whole, abreast = schedule(tiles_m, tiles_n, steps, x.device)
     shared = whole < tiles_m * tiles_n
     flags = launch.counters.get(2 * programs, x.device) if shared else None
-    partial = launch.scratch.get(programs * block_m * 256, x.device) if shared else None
+    partial = launch.scratch.get(programs * TILE * 2 * TILE, x.device) if shared else None
     grad_strides = (0, 0) if grad is None else grad.stride()
     strides = (x.stride(0), gate_weight.stride(0), up_weight.stride(0))
     inputs = (
-        descriptor_of(x, m, k, strides[0], block_m, 64),
+        descriptor_of(x, m, k, strides[0], TILE, 64),
         descriptor_of(gate_weight, n, k, strides[1], 128, 64),
         descriptor_of(up_weight, n, k, strides[2], 128, 64),
     )
     written = None if out is None else descriptor_of(out, m, n, n, 64, 128)
     first, second = (None if t is None else descriptor_of(t, m, n, t.stride(0), 64, 128) for t in gates or (None, None))
     args = (*inputs, written, first, second, gate_bias, up_bias, grad, partial, flags, *grad_strides, m, n)
-    meta = {"GROUP_M": GROUP_M, "STAGES": stages, "ACTIVATION": activation}
+    meta = {"GROUP_M": GROUP_M, "STAGES": 4 if m <= 2048 else 3, "ACTIVATION": activation}
     sizes = (tiles_m, whole, steps, abreast)
     _linear_glu_kernel((programs, 1, 1), (*args, *sizes), meta, num_warps=4, maxnreg=168)
 

@@ -92,7 +92,7 @@ def load_bound(threshold_ptr, column, N, DTYPE: gl.constexpr):
 
 @gluon.jit
 def load_factors(factors_ptr, column, N):
-    """What multiplies the bound of a row in two columns."""
+    """The factors of a row's bound in two columns."""
     low = gl.load(factors_ptr + column, mask=column < N, other=0.0)
     return low, gl.load(factors_ptr + column + 1, mask=column + 1 < N, other=0.0)
 
@@ -302,7 +302,7 @@ def prepare(x_desc, w_desc, STAGES: gl.constexpr):
 
 @gluon.jit
 def follow(words_ptr, second):
-    """What saves a launch before the kernel that follows, and lets it begin where programs have ended."""
+    """Saves a launch before the kernel that follows, and lets it begin where programs have ended."""
     gl.inline_asm_elementwise("griddepcontrol.launch_dependents; // dummy $0", "=r", [], gl.int32, False, 1)
     if gl.program_id(0) == 0:
         gl.store(words_ptr, 0)

@@ -8,7 +8,6 @@ ones of SAELens. `encode` called by itself returns a dense tensor.
 
 from __future__ import annotations
 
-import copy
 import math
 import threading
 import warnings
@@ -44,7 +43,7 @@ except ImportError as error:
     ) from error
 
 from gossamer.integrations.sae_lens import _training
-from gossamer.integrations.sae_lens._direct import DIRECT, is_small, remember
+from gossamer.integrations.sae_lens._direct import DIRECT, is_small, pays, settle
 from gossamer.integrations.sae_lens._latents import Latents
 
 __all__ = ["patch", "unpatch"]
@@ -208,14 +207,10 @@ def unpatch(sae: SAE[Any]) -> None:
 
 
 class _State(threading.local):
-    """Kept on a patched instance, for each thread: which calls of `encode` and `decode` the running pass makes next.
-
-    `turns` lists them: a pass encodes and decodes, and with an error term it does so twice. An `encode` in its turn
-    hands out packed latents; any other one, such as a hook's, gets a dense tensor. The second `encode` of a pass takes
-    the path of the first: SAELens removes hooks for it, and dense and packed latents differ by rounding.
-
-    Paths are those of `choose_path`, and `"theirs"` where a hook listens to the latents.
-    """
+    """Kept on a patched instance, for each thread: `turns`, the calls of `encode` and `decode` that the running pass
+    makes next, twice each with an error term. An `encode` in its turn hands out packed latents; any other one, such as
+    a hook's, gets a dense tensor. The second takes the `path` of the first: SAELens removes hooks for it, and dense and
+    packed latents differ by rounding. Paths are those of `choose_path`, and `"theirs"` where a hook listens."""
 
     def __init__(self, report: Report) -> None:
         self.report, self.tracker = report, BlockTracker(rows=report.density)
@@ -251,9 +246,6 @@ class _State(threading.local):
         if self.counts is not None:
             limit = default_capacity(d_sae)
             self.tracker.rows.record(self.counts, training=self.training, limit=limit)
-
-    def __deepcopy__(self, memo: Any) -> _State:
-        return _State(copy.deepcopy(self.report, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _State, (self.report,)
@@ -314,7 +306,7 @@ def _why_not_packed(sae: SAE[Any]) -> str | None:
     if isinstance(sae, TrainingSAE):
         return _training.why_not_packed(sae)
     kind = type(sae)
-    if kind.encode not in _ENCODERS:
+    if kind.encode not in _ACTIVATIONS:
         return f"{kind.__name__} has an encode of its own"
     if kind.encode is TopKSAE.encode:
         if not isinstance(sae.activation_fn, TopK):
@@ -330,11 +322,12 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
     direct = own.get(DIRECT)
     if direct is not None and len(args) == 1 and not kwargs and direct.serves(own, args[0]):
         # By the class's functions: no step but this one passes through the patch.
-        return self.hook_sae_output(direct.decode(self, direct.encode(self, args[0])))
+        # A module is slow to get as an attribute.
+        return own["_modules"]["hook_sae_output"](direct.decode(self, direct.encode(self, args[0])))
     state, kind = self._gossamer, type(self)
     small = bool(args) and is_small(self, args[0], "W_enc")
     if small:
-        remember(self, args[0], state.report.density)
+        settle(self, args[0], "small", 0)
     with state.running(0 if small else 1 + bool(self.use_error_term)):
         out: Tensor = kind.forward(self, *args, **kwargs)
         state.record(self.W_dec.shape[0])
@@ -349,7 +342,7 @@ def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
         if path == "dense" and state.followed:
             state.counts = torch.count_nonzero(acts.detach(), -1)
         return acts
-    rows = _ENCODERS[type(self).encode](self, self.process_sae_in(x))
+    rows = _rows(self, self.process_sae_in(x))
     if state.followed:
         state.counts = rows.counts
     return rows
@@ -391,7 +384,9 @@ def _faster(self: Any, x: Tensor) -> str:
     # passes took an H200 20.5 ms, and 9.3 ours (`bench nn`).
     times = 2.0 if training and self.W_dec.is_cuda else 1.5
 
-    def choose(known: rowsparse.Density | None, _: bool = True) -> str:
+    def choose(known: rowsparse.Density | None, eager: bool = True) -> str:
+        if eager and not training and not pays(rows, self.W_dec):
+            return "dense"
         return choose_path(known, rows, self.W_dec, expected, training=training, times=times)
 
     tracker.rows.check_pinned("sparse", "dense")
@@ -401,6 +396,8 @@ def _faster(self: Any, x: Tensor) -> str:
     path = tracker.rows.last_path = tracker.path(
         choose, due=state.followed, key=(rows, expected, self.W_dec.dtype, self.W_dec.device)
     )
+    if path == "dense" and (expected is not None or tracker.rows.known(training=False) is not None):
+        settle(self, x, path, 8 * (expected is None))
     return path
 
 
@@ -426,26 +423,25 @@ def _rescales(self: Any) -> bool:
     return bool(getattr(self.cfg, "rescale_acts_by_decoder_norm", False))
 
 
-def _encode_relu(self: Any, x: Tensor) -> rowsparse.Rows:
-    return operators.encode(x, self.W_enc, self.b_enc)
+def _rows(self: Any, x: Tensor) -> rowsparse.Rows:
+    """The latents of x as SAELens's encode hands it to the encoder."""
+    kind = type(self)
+    if kind.encode is GatedSAE.encode:
+        # Both paths share W_enc up to a factor a latent: one product serves the two.
+        product = x @ self.W_enc
+        gate = product + self.b_gate > 0
+        # A product, as in SAELens: NaN stays NaN.
+        return rowsparse.pack(gate * torch.relu(product * self.r_mag.exp() + self.b_mag))
+    return operators.encode(x, self.W_enc, self.b_enc, _ACTIVATIONS[kind.encode](self))
 
 
-def _encode_jumprelu(self: Any, x: Tensor) -> rowsparse.Rows:
+def _topk(self: Any) -> gemm.TopK:
+    return gemm.TopK(self.activation_fn.k, self.W_dec.detach().norm(dim=-1) if _rescales(self) else None)
+
+
+def _jumprelu(self: Any) -> gemm.JumpReLU:
     # SAELens compares with a mask, through which no gradient reaches the threshold.
-    return operators.encode(x, self.W_enc, self.b_enc, gemm.JumpReLU(self.threshold.detach()))
-
-
-def _encode_topk(self: Any, x: Tensor) -> rowsparse.Rows:
-    scale = self.W_dec.detach().norm(dim=-1) if _rescales(self) else None
-    return operators.encode(x, self.W_enc, self.b_enc, gemm.TopK(self.activation_fn.k, scale))
-
-
-def _encode_gated(self: Any, x: Tensor) -> rowsparse.Rows:
-    # Both paths share W_enc up to a factor a latent: one product serves the two.
-    product = x @ self.W_enc
-    gate = product + self.b_gate > 0
-    # A product, as in SAELens: NaN stays NaN.
-    return rowsparse.pack(gate * torch.relu(product * self.r_mag.exp() + self.b_mag))
+    return gemm.JumpReLU(self.threshold.detach())
 
 
 def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
@@ -467,36 +463,20 @@ def _decode(self: Any, feature_acts: Tensor | rowsparse.Rows) -> Tensor:
         out = operators.decode(feature_acts, self.W_dec) + self.b_dec
     else:
         out = operators.decode(feature_acts, self.W_dec, self.b_dec)
-    out = _DECODERS[type(self).decode](self, self.hook_sae_recons(out))
+    out = self.hook_sae_recons(out)
+    if type(self).decode is not Transcoder.decode:
+        out = self.reshape_fn_out(self.run_time_activation_norm_fn_out(out), self.d_head)
     self._gossamer.is_turn_of("decode")
     return out
 
 
-def _finish(self: Any, out: Tensor) -> Tensor:
-    return self.reshape_fn_out(self.run_time_activation_norm_fn_out(out), self.d_head)
-
-
-def _finish_transcoder(self: Any, out: Tensor) -> Tensor:
-    return out
-
-
-_ENCODERS: dict[Callable[..., Any], Callable[[Any, Tensor], rowsparse.Rows]] = {
-    StandardSAE.encode: _encode_relu,
-    Transcoder.encode: _encode_relu,
-    JumpReLUSAE.encode: _encode_jumprelu,
-    JumpReLUTranscoder.encode: _encode_jumprelu,
-    TopKSAE.encode: _encode_topk,
-    GatedSAE.encode: _encode_gated,
+_ACTIVATIONS: dict[Callable[..., Any], Callable[[Any], Any]] = {
+    **dict.fromkeys((StandardSAE.encode, Transcoder.encode, GatedSAE.encode), lambda _: "relu"),
+    **dict.fromkeys((JumpReLUSAE.encode, JumpReLUTranscoder.encode), _jumprelu),
+    TopKSAE.encode: _topk,
 }
-_DECODERS: dict[Callable[..., Any], Callable[[Any, Tensor], Tensor]] = {
-    StandardSAE.decode: _finish,
-    JumpReLUSAE.decode: _finish,
-    TopKSAE.decode: _finish,
-    GatedSAE.decode: _finish,
-    TopKTrainingSAE.decode: _finish,
-    TrainingSAE.decode: _finish,
-    Transcoder.decode: _finish_transcoder,
-}
+_DECODERS = {kind.decode for kind in (StandardSAE, JumpReLUSAE, TopKSAE, GatedSAE, Transcoder)}
+_DECODERS |= {TopKTrainingSAE.decode, TrainingSAE.decode}
 _BOUND = (
     ("forward", _forward),
     ("encode", _encode),

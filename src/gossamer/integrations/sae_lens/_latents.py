@@ -106,15 +106,8 @@ class Lazy(Tensor):
 
 
 class Latents(Lazy):
-    """Latents `(..., d_sae)` that are packed; the counts of SAELens's trainer come from the entries.
-
-    Args:
-        rows: the entries, as `decode` multiplies them.
-        l0: `[...]`, values of a row that differ from 0.
-        dtype: of the dense tensor.
-        W_dec: `[d_sae, d_in]`, the decoder with whose norms the dense tensor is multiplied, or None.
-        scale: `[d_sae]`, those norms now, without a gradient.
-    """
+    """Latents `(..., d_sae)` that are packed as `decode` multiplies them; the counts of SAELens's trainer come from the
+    entries. The dense tensor is multiplied with the norms of W_dec, if given, which are `scale` now."""
 
     rows: Rows
     l0: Tensor
@@ -184,15 +177,8 @@ class _Fired(Lazy):
 
 
 class HiddenPre(Lazy):
-    """Pre-activations `[..., d_sae]`, of which losses for dead latents want a few columns.
-
-    Args:
-        sae: the autoencoder.
-        x: `[..., d_in]`, the encoder's operand once b_dec is subtracted.
-        b_dec: `[d_in]`, or None where it is not subtracted.
-        scaled: whether they are multiplied with the norms of the decoder's rows.
-        encoder: the weight `[d_in, d_sae]` and the bias `[d_sae]`; None are W_enc and b_enc.
-    """
+    """Pre-activations `[..., d_sae]`, of which losses for dead latents want a few columns: of x - b_dec by `encoder`, a
+    weight and a bias, or by W_enc and b_enc; `scaled` with the norms of the decoder's rows."""
 
     sae: Any
     x: Tensor
@@ -200,12 +186,7 @@ class HiddenPre(Lazy):
 
     @staticmethod
     def __new__(
-        cls,
-        sae: Any,
-        x: Tensor,
-        b_dec: Tensor | None,
-        scaled: bool,
-        encoder: tuple[Tensor, Tensor] | None = None,
+        cls, sae: Any, x: Tensor, b_dec: Tensor | None, scaled: bool, encoder: tuple[Tensor, Tensor] | None = None
     ) -> Any:
         weight, bias = encoder or (sae.W_enc, sae.b_enc)
         operands = [weight, bias, sae.W_dec, sae.b_dec]

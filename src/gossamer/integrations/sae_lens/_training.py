@@ -109,47 +109,43 @@ def entries(self: Any, acts: Tensor, hidden_pre: Tensor) -> Tensor:
     return torch.count_nonzero(hidden_pre.detach() > window, -1)
 
 
-def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
-    scaled, scale = self.cfg.rescale_acts_by_decoder_norm, None
-    hidden_pre = HiddenPre(self, x, b_dec, scaled)
-    if scaled:
-        with torch.no_grad():
-            scale = self.W_dec.norm(dim=-1)
-    kind = gemm.TopK if isinstance(self.activation_fn, TopK) else gemm.BatchTopK
-    activation = kind(int(self.activation_fn.k), scale)
-    rows = operators.encode(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
+def _encode(
+    self: Any,
+    x: Tensor,
+    b_dec: Tensor | None,
+    activation: Any = "relu",
+    encoder: Any = None,
+    scale: Tensor | None = None,
+) -> tuple[Latents, HiddenPre]:
+    hidden_pre = HiddenPre(self, x, b_dec, scale is not None, encoder)
+    weight, bias = encoder or (self.W_enc, self.b_enc)
+    rows = operators.encode(x, weight, bias, activation, b_dec=b_dec)
     # SAELens scales latents, and scales them back to decode: `rows` are the latents in between.
-    return Latents(rows, rows.l0, hidden_pre.dtype, self.W_dec if scaled else None, scale), hidden_pre
+    return Latents(rows, rows.l0, hidden_pre.dtype, None if scale is None else self.W_dec, scale), hidden_pre
+
+
+def _encode_topk(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
+    scale = self.W_dec.detach().norm(dim=-1) if self.cfg.rescale_acts_by_decoder_norm else None
+    kind = gemm.TopK if isinstance(self.activation_fn, TopK) else gemm.BatchTopK
+    return _encode(self, x, b_dec, kind(int(self.activation_fn.k), scale), scale=scale)
 
 
 def _encode_jumprelu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
-    hidden_pre = HiddenPre(self, x, b_dec, False)
-    activation = gemm.JumpReLU(self.threshold, self.bandwidth, self.cfg.jumprelu_ste_to_input)
-    rows = operators.encode(x, self.W_enc, self.b_enc, activation, b_dec=b_dec)
-    return Latents(rows, rows.l0, hidden_pre.dtype), hidden_pre
-
-
-def _encode_relu(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
-    hidden_pre = HiddenPre(self, x, b_dec, False)
-    rows = operators.encode(x, self.W_enc, self.b_enc, b_dec=b_dec)
-    return Latents(rows, rows.l0, hidden_pre.dtype), hidden_pre
+    return _encode(self, x, b_dec, gemm.JumpReLU(self.threshold, self.bandwidth, self.cfg.jumprelu_ste_to_input))
 
 
 def _encode_gated(self: Any, x: Tensor, b_dec: Tensor | None) -> tuple[Latents, HiddenPre]:
     # An open gate is a magnitude above a threshold, as in nn.GatedSAE.
     factor = self.r_mag.exp()
-    encoder = self.W_enc * factor, self.b_mag
     threshold = (self.b_mag - factor * self.b_gate).detach()
-    hidden_pre = HiddenPre(self, x, b_dec, False, encoder)
     activation = gemm.JumpReLU(threshold.to(torch.promote_types(threshold.dtype, torch.float32)))
-    rows = operators.encode(x, *encoder, activation, b_dec=b_dec)
-    return Latents(rows, rows.l0, hidden_pre.dtype), hidden_pre
+    return _encode(self, x, b_dec, activation, (self.W_enc * factor, self.b_mag))
 
 
 ENCODERS: dict[Callable[..., Any], Callable[[Any, Tensor, Tensor | None], tuple[Latents, HiddenPre]]] = {
     TopKTrainingSAE.encode_with_hidden_pre: _encode_topk,
     JumpReLUTrainingSAE.encode_with_hidden_pre: _encode_jumprelu,
-    StandardTrainingSAE.encode_with_hidden_pre: _encode_relu,
+    StandardTrainingSAE.encode_with_hidden_pre: _encode,
     GatedTrainingSAE.encode_with_hidden_pre: _encode_gated,
 }
 

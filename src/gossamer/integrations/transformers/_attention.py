@@ -246,30 +246,20 @@ class _GivenAngles(nn.Module):
 
 
 class SparseSelfAttention(GatedSparseAttention):
-    """`GatedSparseAttention` with the signature of transformers' attention modules, made of one of these.
+    """`GatedSparseAttention` with the signature of transformers' attention modules, made of the one that it `replaces`.
 
-    Attributes:
-        replaces: the module that it was made of.
-        group: the numbers of the layers that share a selection, of which the first selects; empty where none share.
-        selects: whether it has an indexer, or uses the selection of the first layer of its group.
-        learns: whether a forward pass computes the indexer's loss.
-        loss: that of the last forward pass, or None.
-        calibrates: None, or how far a forward pass moves the variance of the adaptive rule.
-    """
+    The first layer of a `group`, the numbers of layers that share a selection, `selects` by its indexer for all. One
+    that `learns` keeps the indexer's `loss` of its last forward pass; one that `calibrates` moves the variance of its
+    adaptive rule so far in each."""
 
     replaces: nn.Module
-    group: tuple[int, ...]
-    selects: bool
-    learns: bool
-    loss: Tensor | None
-    calibrates: float | None
 
     def __init__(self, module: Any, *, gates: bool, group: tuple[int, ...] = (), **options: Any) -> None:
         weight = module.q_proj.weight
         heads, width = weight.shape[0] // module.head_dim, module.head_dim
         super().__init__(
             weight.shape[1], heads, num_kv_heads=module.k_proj.weight.shape[0] // width, head_dim=width,
-            value_gate=gates, output_gate=gates, dtype=weight.dtype, device="meta", **options,
+            value_gate=gates, output_gate=gates, dtype=weight.dtype, device="meta", **options
         )  # fmt: skip
         self.rotary_emb = _GivenAngles()  # type: ignore[assignment]
         self.group, self.selects = group, not group or group[0] == module.layer_idx
@@ -295,7 +285,9 @@ class SparseSelfAttention(GatedSparseAttention):
             self.adaptive_k = AdaptiveRule("entropy", *(getattr(self.adaptive_k, f"k_{x}") for x in _BOUNDS))
         self._reset()
         self.layer_idx, self.config = module.layer_idx, module.config
-        self.learns, self.loss, self.calibrates = False, None, None
+        self.learns = False
+        self.loss: Tensor | None = None
+        self.calibrates: float | None = None
         # No submodule: its parameters are this module's.
         self.__dict__["replaces"] = module
         self.train(module.training)
@@ -356,7 +348,7 @@ class SparseSelfAttention(GatedSparseAttention):
             lengths = runs.lengths
             q, k, v = runs.queries(q), runs.keys(k), runs.keys(v)
             if index is not None:
-                index = runs.queries(index[0]), runs.keys(index[1]), runs.queries(index[2], 1)
+                index = runs.queries(index[0]), runs.keys(index[1]), runs.queries(index[2])
         shared = shared_selections if self.group else None
         out = self._attend(q, k, v, index, lengths, shared, learns=self.learns and cache is None)
         if runs is not None:
@@ -467,22 +459,21 @@ class _Runs:
 
     def keys(self, x: Tensor) -> Tensor:
         """`[B, ..., Tk, D]` in order of the runs."""
-        return _taken(x, self._keys, x.dim() - 2)
+        return _taken(x, self._keys)
 
-    def queries(self, x: Tensor, dim: int = 2) -> Tensor:
-        """`[B, H, Tq, D]`, or with dim 1 `[B, Tq, D]`, likewise."""
-        return _taken(x, self._queries, dim)
+    def queries(self, x: Tensor) -> Tensor:
+        """`[B, ..., Tq, D]` likewise."""
+        return _taken(x, self._queries)
 
     def back(self, x: Tensor) -> Tensor:
         """Results `[B, H, Tq, D]` where their queries were."""
-        return _taken(x, self._back, 2).masked_fill(self.bad[:, None, None, None], torch.nan)
+        return _taken(x, self._back).masked_fill(self.bad[:, None, None, None], torch.nan)
 
 
-def _taken(x: Tensor, at: Tensor, dim: int) -> Tensor:
-    """x at other positions of `dim`, by batch element: at `[B, T]`."""
-    shape = [1] * x.dim()
-    shape[0], shape[dim] = at.shape
-    return x.gather(dim, at.view(shape).expand(*x.shape[:dim], at.shape[1], *x.shape[dim + 1 :]))
+def _taken(x: Tensor, at: Tensor) -> Tensor:
+    """x `[B, ..., T, D]` at other positions, by batch element: at `[B, T]`."""
+    at = at.view(at.shape[0], *[1] * (x.dim() - 3), -1, 1)
+    return x.gather(-2, at.expand(*x.shape[:-2], -1, x.shape[-1]))
 
 
 def register_selection(name: str = "gossamer_selection") -> str:

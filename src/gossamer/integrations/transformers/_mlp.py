@@ -214,8 +214,11 @@ def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[.
         if len(given) == 1 and (not kwargs or argument in kwargs):
             able = _able(self, layout)
             out = None
-            if able.sparse and "sparse_block" in self.__dict__:
-                out = _sparse(self, given[0], layout, able)
+            if able.sparse and "sparse_block" in own:
+                if drops_out(self, layout):
+                    _observe(self, given[0], layout)
+                else:
+                    out = _run(self, given[0], layout, able)
             if out is not None:
                 return out
             if able.fused:
@@ -228,11 +231,15 @@ def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[.
 def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[..., Any]:
     """The forward of a larger module, which calls the block's parts one after the other: the first computes all of it,
     and the others hand it on."""
+    plain: Any = kind.forward
+    while plain.__code__.co_name == "forward_with_checkpointing":
+        # transformers puts this around the forward of each class of layers, and only that of the last does anything.
+        plain = plain.__wrapped__
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         block = self.__dict__.get("sparse_block")
         if block is not None and args and block.settled(args[0]) == "dense":
-            return kind.forward(self, *args, **kwargs)
+            return plain(self, *args, **kwargs)
         able = _able(self, layout)
         if not (able.sparse and "sparse_block" in self.__dict__):
             return kind.forward(self, *args, **kwargs)
@@ -319,16 +326,8 @@ def nothing_changed(operator: str, model: nn.Module, why: str) -> None:
     warnings.warn(f"{operator}: {type(model).__name__} is {why}; nothing changed.", stacklevel=3)
 
 
-def _sparse(self: Any, x: Tensor, layout: Layout, able: _Able) -> Tensor | None:
-    """The result of a block's `SparseBlock`, or None where entries drop out or the path computes all."""
-    if layout.dropout and drops_out(self, layout):
-        _observe(self, x, layout)
-        return None
-    return _run(self, x, layout, able)
-
-
 def _run(self: Any, x: Tensor, layout: Layout, able: _Able) -> Tensor | None:
-    """The same, of a block that may be computed so."""
+    """The result of a block's `SparseBlock`, where no entries drop out, or None where the path computes all."""
     weights, name, block = _weights(self, layout), able.activation, self.__dict__["sparse_block"]
     if not (block.keeps_activity and torch.is_grad_enabled()):
         return block(x, *weights, activation=name)

@@ -87,12 +87,12 @@ def groups_of(
 
 def _stated(operator: str, share: Any) -> list[tuple[int, ...]]:
     """Groups of ascending numbers."""
-    if isinstance(share, Sequence) and not isinstance(share, str):
-        groups = [tuple(group) for group in share if isinstance(group, Sequence) and not isinstance(group, str)]
-        if len(groups) == len(share) and all(
-            group and list(group) == sorted(group) and all(type(number) is int for number in group) for group in groups
-        ):
-            return groups
+    try:
+        groups = [tuple(group) for group in share]
+    except TypeError:
+        groups = [()]
+    if all(set(map(type, group)) == {int} and list(group) == sorted(group) for group in groups):
+        return groups
     raise ValueError(
         f"{operator}: share must be how many layers in a row use one selection, at least 1, or a list of groups of "
         f"layers' numbers, each ascending, got {share!r}."

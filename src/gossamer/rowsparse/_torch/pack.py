@@ -154,7 +154,7 @@ def unpack(call: Unpack) -> Tensor:
     values, indices, spans, source, n = call
     m = spans.shape[1]
     if source is None:
-        refuse_overflow("rowsparse.unpack", spans, values.shape[0])
+        refuse_overflow("rowsparse.Rows.to_dense", spans, values.shape[0])
     slots, rows = stored(indices, spans, n)
     out = values.new_zeros(m * n)
     out.index_add_(0, rows * n + indices[slots], values[slots])

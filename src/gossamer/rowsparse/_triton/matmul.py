@@ -284,7 +284,7 @@ def launch_matmul(
 def matmul_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
     """(weight gradient [N, D] of `dtype`, float32 gradient of values), by transposed entries.
 
-    Without `weight` the second is empty, and with it, 0 at rows that overflowed. Those count where `mask` is not 0.
+    Without `weight` the second is empty, and with it, 0 at rows that overflowed. Entries count where `mask` is not 0.
     """
     grad, _, keys, col_offsets, values, spans, source, weight, dtype, mask = call
     n, d = col_offsets.shape[0] - 1, grad.shape[1]

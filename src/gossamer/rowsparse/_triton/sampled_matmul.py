@@ -57,7 +57,7 @@ def sampled_matmul(call: SampledMatmul) -> tuple[Tensor, Tensor]:
     """
     x, weight, indices, spans, source, scatter, masked, products = call
     ready = scatter or products is not None or x.dtype is not weight.dtype
-    if not ready and choose_path(x.shape[0], indices.shape[0], source is not None, weight) == "dense":
+    if not ready and choose_path(x.shape[0], indices.shape[0], source is not None, weight, False) == "dense":
         return sampled_matmul_dense(x, weight, indices, spans, source, masked)
     x, weight = rows_contiguous(x), rows_contiguous(weight)
     m, d = x.shape

@@ -123,7 +123,7 @@ def _list_row_kernel(
 ):  # fmt: skip
     """Program (row): the columns of numbers that reach the bound, as far as there is room; how many are in `reach_ptr`.
 
-    Whatever else is to be done for them is left to `_count_listed_kernel`: here one thread of a warp would do it at a
+    All further work for them is left to `_count_listed_kernel`: here one thread of a warp would do it at a
     time."""
     row = tl.program_id(0).to(tl.int64)
     z_ptr += row * N

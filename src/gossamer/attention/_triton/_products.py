@@ -1,0 +1,44 @@
+"""Functions that the kernels of attention share: products of long rows, blocks of columns, and how k and v lie."""
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+
+@triton.jit
+def wide_product(
+    a_ptr, a_at, a_read, b_ptr, b_at, b_read, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """Rows of a times rows of b, CHUNK columns at a time, so that a thread's registers hold the operands."""
+    s = tl.zeros([a_at.shape[0], b_at.shape[0]], tl.float32)
+    for start in range(0, D, CHUNK):
+        column = start + tl.arange(0, CHUNK)
+        some = (column < D)[None, :]
+        a = tl.load(a_ptr + a_at[:, None] + column[None, :], mask=a_read[:, None] & some, other=0.0)
+        b = tl.load(b_ptr + b_at[:, None] + column[None, :], mask=b_read[:, None] & some, other=0.0)
+        s = tl.dot(a, b.T, s, input_precision=PRECISION)
+    return s
+
+
+@triton.jit
+def block_of_columns(program, D: tl.constexpr, BLOCK: tl.constexpr):
+    """(which unit of work, which columns) of programs of which cdiv(D, BLOCK) in a row share a unit."""
+    BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
+    return program // BLOCKS, program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+
+
+def strided(x: Tensor) -> Tensor:
+    """x [..., D] with rows whose elements are neighbours."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def reached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int | None, ...]]:
+    """k and v, in which 32 bits reach every row of a head, and their strides, None for those of v where it lies as k
+    does."""
+    k, v = (x if x.shape[2] * x.stride(2) < 1 << 31 else x.contiguous() for x in (strided(k), strided(v)))
+    alike = k.shape == v.shape and k.stride() == v.stride()
+    return k, v, (*k.stride()[:3], *((None,) * 3 if alike else v.stride()[:3]))
+
+
+AS_K: dict[str, None] = dict.fromkeys(("stride_vb", "stride_vh", "stride_vt"))
+"""The arguments of a kernel whose v lies as k does."""
