@@ -3,6 +3,9 @@
 A dense operand is a grid of blocks of which every one is present; where no block-sparse matrix cuts a dimension it is
 a single block. Every present block of A is joined with the present blocks of B in the row that its column names. What
 does not fall into the result is dropped before anything is multiplied.
+
+Where B is dense, each block row of A is a plain product instead: its blocks side by side, and the rows of the dense
+matrix that they meet, in the columns that the result has there.
 """
 
 import torch
@@ -15,6 +18,9 @@ from gossamer.blocksparse.records import BlocksparseMatmul
 
 WORKSPACE = 1 << 18
 """Elements that are gathered at one time: they stay in the cache."""
+_WIDE = 6
+"""Columns of a block, times the share of the result's blocks that are present, from which block rows are faster than
+pairs."""
 
 
 def matmul(call: BlocksparseMatmul) -> Tensor:
@@ -25,6 +31,9 @@ def matmul(call: BlocksparseMatmul) -> Tensor:
     shape = (z, m, n) if of_out is None else (of_out.form.capacity, bm, bn)
     if any(lists is not None and lists.overflowed() for lists in (of_a, of_b, of_out)):
         return a.new_full(shape, float("nan"))
+    # Few narrow columns of a dense matrix cost more to copy than a plain product saves.
+    if of_b is None and (of_out is None or bn * of_out.density >= _WIDE):
+        return _by_rows(a, of_a, trans_a, b, of_out, (z, m, k, n), (bm, bk, bn))
     left, of_left = _blocks(a, of_a, trans_a, (z, m, k), (bm, bk))
     right, of_right = _blocks(b, of_b, trans_b, (z, k, n), (bk, bn))
     # 16-bit numbers are multiplied and added up in float32.
@@ -38,6 +47,45 @@ def matmul(call: BlocksparseMatmul) -> Tensor:
         return _trimmed(out, of_out).to(a.dtype)
     whole = out.view(z, rows, cols, bm, bn).transpose(2, 3).reshape(z, rows * bm, cols * bn)
     return whole[:, :m, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
+
+
+def _by_rows(
+    a: Tensor,
+    of_a: Lists | None,
+    trans_a: bool,
+    b: Tensor,
+    of_out: Lists | None,
+    size: tuple[int, int, int, int],
+    block: tuple[int, int, int],
+) -> Tensor:
+    """a times dense b `[Z, K, N]`, all of it or the blocks of a layout."""
+    (z, m, k, n), (bm, bk, bn) = size, block
+    rows, inner, cols = -(-m // bm), -(-k // bk), -(-n // bn)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    left, of_left = _blocks(a, of_a, trans_a, (z, m, k), (bm, bk))
+    length = n if of_out is None else cols * bn
+    right = pad(b.to(wide), (0, length - n, 0, inner * bk - k)).reshape(z, inner, bk, length)
+    out = torch.zeros(*((z, rows, bm, n) if of_out is None else of_out.form.blocks), dtype=wide)
+    offsets = None if of_out is None else of_out.row_offsets.tolist()
+    for batch, row in (of_left >= 0).any(2).nonzero().tolist():
+        line = batch * rows + row
+        if offsets is not None and offsets[line] == offsets[line + 1]:
+            continue
+        numbers = of_left[batch, row]
+        met = (numbers >= 0).nonzero().squeeze(1)
+        strip = left[numbers[met]].to(wide).transpose(0, 1).reshape(bm, len(met) * bk)
+        below = (right[batch] if len(met) == inner else right[batch, met]).reshape(len(met) * bk, length)
+        if of_out is None or offsets is None:
+            torch.mm(strip, below, out=out[batch, row])
+            continue
+        first, last = offsets[line], offsets[line + 1]
+        if last - first < cols:
+            columns = of_out.col_indices[first:last].long()
+            below = below.view(-1, cols, bn)[:, columns].reshape(-1, len(columns) * bn)
+        out[first:last] = (strip @ below).view(bm, last - first, bn).transpose(0, 1)
+    if of_out is not None:
+        return _trimmed(out, of_out).to(a.dtype)
+    return out.view(z, rows * bm, n)[:, :m].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
 def _blocks(
