@@ -4,9 +4,11 @@ A dense operand is a grid of blocks of which every one is present; where no bloc
 a single block. Every present block of A is joined with the present blocks of B in the row that its column names. What
 does not fall into the result is dropped before anything is multiplied.
 
-Where B is dense, each block row of A is a plain product instead: its blocks side by side, and the rows of the dense
-matrix that they meet, in the columns that the result has there.
+Where only the result is block-sparse, each of its block rows is a plain product instead: of the rows of A there, and
+of the columns of B that the result has in these rows.
 """
+
+import itertools
 
 import torch
 from torch import Tensor
@@ -32,8 +34,8 @@ def matmul(call: BlocksparseMatmul) -> Tensor:
     if any(lists is not None and lists.overflowed() for lists in (of_a, of_b, of_out)):
         return a.new_full(shape, float("nan"))
     # Few narrow columns of a dense matrix cost more to copy than a plain product saves.
-    if of_b is None and (of_out is None or bn * of_out.density >= _WIDE):
-        return _by_rows(a, of_a, trans_a, b, of_out, (z, m, k, n), (bm, bk, bn))
+    if of_a is None and of_b is None and of_out is not None and bn * of_out.density >= _WIDE:
+        return _trimmed(_sampled(a, b, of_out, (bm, bn)), of_out).to(a.dtype)
     left, of_left = _blocks(a, of_a, trans_a, (z, m, k), (bm, bk))
     right, of_right = _blocks(b, of_b, trans_b, (z, k, n), (bk, bn))
     # 16-bit numbers are multiplied and added up in float32.
@@ -49,43 +51,22 @@ def matmul(call: BlocksparseMatmul) -> Tensor:
     return whole[:, :m, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
 
 
-def _by_rows(
-    a: Tensor,
-    of_a: Lists | None,
-    trans_a: bool,
-    b: Tensor,
-    of_out: Lists | None,
-    size: tuple[int, int, int, int],
-    block: tuple[int, int, int],
-) -> Tensor:
-    """a times dense b `[Z, K, N]`, all of it or the blocks of a layout."""
-    (z, m, k, n), (bm, bk, bn) = size, block
-    rows, inner, cols = -(-m // bm), -(-k // bk), -(-n // bn)
-    wide = torch.promote_types(a.dtype, torch.float32)
-    left, of_left = _blocks(a, of_a, trans_a, (z, m, k), (bm, bk))
-    length = n if of_out is None else cols * bn
-    right = pad(b.to(wide), (0, length - n, 0, inner * bk - k)).reshape(z, inner, bk, length)
-    out = torch.zeros(*((z, rows, bm, n) if of_out is None else of_out.form.blocks), dtype=wide)
-    offsets = None if of_out is None else of_out.row_offsets.tolist()
-    for batch, row in (of_left >= 0).any(2).nonzero().tolist():
-        line = batch * rows + row
-        if offsets is not None and offsets[line] == offsets[line + 1]:
+def _sampled(a: Tensor, b: Tensor, of_out: Lists, block: tuple[int, int]) -> Tensor:
+    """The blocks of a layout of dense a `[Z, M, K]` times dense b `[Z, K, N]`, in the working dtype."""
+    (bm, bn), (rows, cols), wide = block, of_out.form[1:3], torch.promote_types(a.dtype, torch.float32)
+    left = pad(a.to(wide), (0, 0, 0, rows * bm - a.shape[1])).unflatten(1, (rows, bm))
+    right = pad(b.to(wide), (0, cols * bn - b.shape[2])).unflatten(2, (cols, bn))
+    out = torch.zeros(of_out.form.blocks, dtype=wide)
+    offsets = of_out.row_offsets.tolist()
+    for line, (first, last) in enumerate(itertools.pairwise(offsets)):
+        if first == last:
             continue
-        numbers = of_left[batch, row]
-        met = (numbers >= 0).nonzero().squeeze(1)
-        strip = left[numbers[met]].to(wide).transpose(0, 1).reshape(bm, len(met) * bk)
-        below = (right[batch] if len(met) == inner else right[batch, met]).reshape(len(met) * bk, length)
-        if of_out is None or offsets is None:
-            torch.mm(strip, below, out=out[batch, row])
-            continue
-        first, last = offsets[line], offsets[line + 1]
+        below = right[line // rows]
         if last - first < cols:
-            columns = of_out.col_indices[first:last].long()
-            below = below.view(-1, cols, bn)[:, columns].reshape(-1, len(columns) * bn)
-        out[first:last] = (strip @ below).view(bm, last - first, bn).transpose(0, 1)
-    if of_out is not None:
-        return _trimmed(out, of_out).to(a.dtype)
-    return out.view(z, rows * bm, n)[:, :m].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
+            below = below[:, of_out.col_indices[first:last].long()]
+        product = left[line // rows, line % rows] @ below.flatten(1)
+        out[first:last] = product.view(bm, last - first, bn).transpose(0, 1)
+    return out
 
 
 def _blocks(
