@@ -378,8 +378,10 @@ _PARTS = ("hook_sae_acts_pre", "hook_sae_acts_post", "activation_fn")
 def _faster(self: Any, x: Tensor) -> str:
     """The path of `choose_path`. In inference one call of eight counts the entries of rows, or of 256 where few rows
     wait for the host: such a call takes it several times as long as the others."""
-    state, expected = self._gossamer, _expected(self)
+    state = self._gossamer
     training, tracker = state.training, state.tracker
+    # Entries of a row, where they are known without looking.
+    expected = int(self.activation_fn.k) if isinstance(self.activation_fn, TopK | BatchTopK) else None
     rows = x.numel() // max(self.W_enc.shape[0], 1)
     # SAELens's dense path takes more passes over the latents than ours, measured on x86. A step in training by such
     # passes took an H200 20.5 ms, and 9.3 ours (`bench nn`).
@@ -401,11 +403,6 @@ def _faster(self: Any, x: Tensor) -> str:
     if path == "dense" and (expected is not None or tracker.rows.known(training=False) is not None):
         settle(self, x, path, every * (expected is None))
     return path
-
-
-def _expected(self: Any) -> int | None:
-    """How many entries a row has, where that is known without looking."""
-    return int(self.activation_fn.k) if isinstance(self.activation_fn, TopK | BatchTopK) else None
 
 
 def _packed(self: Any, x: Tensor) -> Tensor:

@@ -252,7 +252,7 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
             return kind.forward(self, *args, **kwargs)
         kept = not torch.is_grad_enabled() or self.sparse_block.keeps_activity
         if kept and not drops_out(self, layout):
-            return kind.forward(_View(self, layout, functools.partial(_run, able=able), _same), *args, **kwargs)
+            return kind.forward(_View(self, layout, functools.partial(_run, able=able), lambda x: x), *args, **kwargs)
         if self.sparse_block.observer is None:
             return kind.forward(self, *args, **kwargs)
         return kind.forward(_View(self, layout, _observed), *args, **kwargs)
@@ -299,10 +299,6 @@ class _View:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _rebuild(kind: Any, recompute: bool) -> nn.Module:
