@@ -119,3 +119,16 @@ def test_a_scale_selects_among_the_columns_there_are(
     scale = torch.rand(37, device=device, generator=generator) + 0.5
     rows = sae.encode(x, W, None, kind(5, scale))
     assert int(rows.packed.indices.max()) < 37 and not rows.to_dense().isnan().any()
+
+
+@pytest.mark.gpu
+def test_gradient_for_b_dec_of_large_weights(device: torch.device, generator: torch.Generator) -> None:
+    """It has the digits of float32, though weights are bfloat16."""
+    shapes = ((64, 512), (512, 4096), (64, 4096))
+    x, W_enc, weights = (torch.randn(*shape, generator=generator, device=device).bfloat16() for shape in shapes)
+    b_dec = torch.zeros(512, device=device, requires_grad=True)
+    for layout in (W_enc, W_enc.t().contiguous().t()):
+        acts = sae.encode(x, layout, None, gemm.TopK(8), b_dec=b_dec).to_dense()
+        (got,) = torch.autograd.grad((acts * weights).sum(), b_dec)
+        wanted = -((acts != 0) * weights.double()).sum(0) @ W_enc.double().t()
+        assert (got.double() - wanted).norm() < 1e-4 * wanted.norm()

@@ -168,10 +168,12 @@ def by_width(rows: Rows, widths: Sequence[int]) -> Rows:
     in a row, so that the buffers stay as they are."""
     values, indices, (starts, counts), _ = rows.packed
     inner = [width for width in widths if width < rows.num_columns]
-    # Of all slots before each one, those with a column below each width.
-    below = torch.stack([indices < width for width in inner or (0,)])[: len(inner)]
-    before = torch.nn.functional.pad(below.cumsum(1), (1, 0))
-    ends = before[:, starts + counts] - before[:, starts]
+    # Of all slots before each one, those with a column below the width, of each width. One sum runs over all of them:
+    # PyTorch's sums over a few long rows are slow.
+    below = torch.cat([indices < width for width in inner or (0,)])
+    before = torch.nn.functional.pad(below.cumsum(0), (1, 0))
+    at = starts + len(indices) * torch.arange(len(inner), device=starts.device)[:, None]
+    ends = before[at + counts] - before[at]
     ends = torch.cat([torch.zeros_like(counts)[None], ends, counts.expand(len(widths) - len(inner), -1)])
     cut = torch.stack([(starts + ends[:-1]).flatten(), ends.diff(dim=0).flatten()])
     return unchecked(values, indices, cut, (len(widths), *rows.shape))

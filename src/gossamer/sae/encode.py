@@ -283,8 +283,23 @@ def encode_backward(call: SaeEncode, kept: Any, grads: Any, needs: Any) -> dict[
             found["b_dec"] = -sums_over_rows(found["x"]).to(b_dec.dtype)  # type: ignore[arg-type]
         else:
             # The same sum without the gradient of x: every row passes through the one W_enc.
-            found["b_dec"] = -dense_product(sums[None], weight.t(), None, b_dec.dtype)[0]
+            found["b_dec"] = -_through(sums, weight.t()).to(b_dec.dtype)
     return found
+
+
+def _through(sums: Tensor, weight: Tensor) -> Tensor:
+    """sums `[N]` @ weight `[N, D]`, in the dtype of sums."""
+    large = weight.is_cuda and weight.dtype is torch.bfloat16 and weight.numel() > 1 << 20
+    # Tracing compilers pass tensors of other types.
+    if not large or type(weight) is not Tensor or torch.compiler.is_compiling():
+        return dense_product(sums[None], weight, None, sums.dtype)[0]
+    # Three pieces hold the digits of float32: to widen the weight takes five times as long.
+    pieces, rest = list[Tensor](), sums
+    for _ in range(3):
+        pieces.append(rest.to(weight.dtype))
+        rest = rest - pieces[-1]
+    with autocast.disabled(weight.device):
+        return torch.mm(torch.stack(pieces), weight, out_dtype=sums.dtype).sum(0)
 
 
 def _fake_sums(call: SaeEncodeBwdColumns) -> tuple[Tensor, Tensor]:
