@@ -178,8 +178,8 @@ def set_fields(given: list[str]) -> dict[str, Any]:
     """Values by name, of NAME=VALUE each."""
     found = {}
     for item in given:
-        name, given, value = item.partition("=")
-        if not given:
+        name, sign, value = item.partition("=")
+        if not sign:
             raise ValueError(f"a field is set as NAME=VALUE, got {item}.")
         if name in found:
             raise ValueError(f"{name} must be given once, got {item} too. Commas separate the values of a sweep.")
