@@ -70,7 +70,7 @@ class Crosscoder(torch.nn.Module):
 
     def loss(self, x: Tensor) -> SAELoss:
         """The loss of x `[..., layers, d]`, the sum over layers."""
-        found: Any = self.sae.loss(self._flat(x))
+        found: SAELoss = self.sae.loss(self._flat(x))
         # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.
         return SAELoss(*found[:4], self._by_layer(found.reconstruction), *found[5:])
 
