@@ -93,9 +93,21 @@ class Plain(nn.MLP):
     """A block in plain PyTorch, gated or not, whose class a block of the model takes."""
 
     def forward(self, x: Tensor) -> Tensor:
+        active = F.silu if self.activation == "silu" else F.relu
         if hasattr(self, "gate_proj"):
-            return self.down_proj(torch.relu(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(torch.relu(self.up_proj(x)))
+            return self.down_proj(active(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(active(self.up_proj(x)))
+
+
+def go(model: Transformer, method: str, penalised: bool) -> None:
+    """Sends the blocks a way of their own, or through plain PyTorch; `penalised`: whether calls return their
+    activity."""
+    kind = nn.GatedMLP if model.config.gated else nn.MLP
+    for block in model.blocks():
+        block.__class__ = Plain if method == "plain PyTorch" else kind
+        block.l1 = penalised
+        if method != "plain PyTorch":
+            block.method = method
 
 
 class Steps:
@@ -106,15 +118,6 @@ class Steps:
         groups = [{"params": [p for p in model.parameters() if p.requires_grad]}]
         self.optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
         self.tracker = DeadNeuronTracker()
-        self.kind = type(model.blocks()[0])
-
-    def go(self, way: str) -> None:
-        method, penalised = WAYS[way]
-        for block in self.model.blocks():
-            block.__class__ = Plain if method == "plain PyTorch" else self.kind
-            block.l1 = penalised
-            if method != "plain PyTorch":
-                block.method = method
 
     def step(self, tokens: Tensor) -> Tensor:
         """The mean L0 by layer; zeros where it is not known."""
@@ -143,7 +146,7 @@ def measured(steps: Steps, tokens: Tensor, way: str, compiled: bool) -> dict[str
     gpu = device.type == "cuda"
     count = tokens.shape[0] * tokens.shape[1] * (tokens.shape[2] - 1)
     joules = energy_counter(device)
-    steps.go(way)
+    go(steps.model, *WAYS[way])
     with nullcontext() if compiled else torch.compiler.set_stance("force_eager"):
         for _ in range(WARM):
             l0 = steps.step(tokens)

@@ -47,28 +47,7 @@ _DROPPED = re.compile(r"(?is)<(script|style|head|nav|footer|svg)\b.*?</\1\s*>|<!
 _BLOCKS = re.compile(r"(?i)</?(p|div|h\d|li|ul|ol|tr|table|pre|br|dt|dd|dl|section|article|blockquote)\b[^>]*>")
 _ROFF = re.compile(r"(?m)^[.'].*$|\\f.|\\[&|]|\\\(..")
 _WORDS = re.compile(r"[a-z']+")
-_COMMON = frozenset(
-    (
-        "the",
-        "of",
-        "and",
-        "to",
-        "a",
-        "in",
-        "is",
-        "that",
-        "it",
-        "for",
-        "as",
-        "with",
-        "be",
-        "this",
-        "are",
-        "or",
-        "by",
-        "on",
-    )
-)
+_COMMON = frozenset(re.findall(r"\w+", "the of and to a in is that it for as with be this are or by on"))
 ENGLISH = 0.15
 """The least share of the commonest words in an English document; tables and listings have fewer."""
 LEAST, LONGEST, REPEATS = 400, 200_000, 3

@@ -24,7 +24,7 @@ def test_what_any_query_takes(
     ends = torch.tensor(lengths or [tk, tk], device=device)[:, None, None, None]
     offset = tk - tq if lengths is None else (ends - tq).clamp(min=min(tk - tq, 0))
     key, query = torch.arange(tk, device=device), torch.arange(tq, device=device)[:, None]
-    seen = mask & (key < ends) & ((key <= query + offset) if causal else True)
+    seen = mask & (key < ends) & ((key <= query + offset) & (query + offset < ends) if causal else True)
     lists, counts = kernels.key_lists(words, given, tq, causal, parts)
     groups = -(-tq // (64 * parts))
     assert lists.shape[:3] == (groups, 4, 1 + 2 * parts) and counts.shape == (groups, 4, 1)

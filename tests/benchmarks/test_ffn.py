@@ -1,14 +1,15 @@
 """The cases of `benchmarks/ffn`: what they cover, and that they have as many entries as their names say."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from benchmarks.engine.runner import Settings, run_case
 from benchmarks.ffn import bench_block, bench_model, bench_training
-from benchmarks.ffn.model import Sizes, make
+from gossamer.train import preset
 
 CUDA = torch.device("cuda")
-SMALL = Sizes(4, 64, 320, 2, 256, 128)
 
 
 def test_cases_of_a_gpu_cover_what_is_reported() -> None:
@@ -39,26 +40,27 @@ def test_training_cases_are_right(device: torch.device) -> None:
     }
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("gated", [True, False])
-def test_a_model_has_the_entries_that_it_was_asked_for(
-    gated: bool, device: torch.device, generator: torch.Generator
-) -> None:
-    options = {"batch": 2, "gated": gated, "activation": "relu", "entries": 12.0, "dtype": torch.float32}
-    ids, model = make(SMALL, **options, device=device, generator=generator)  # type: ignore[arg-type]
+def test_a_model_has_the_entries_that_it_was_asked_for(gated: bool, device: torch.device) -> None:
+    sizes = {"layers": 4, "hidden": 64, "intermediate": 320, "vocabulary": 256, "length": 128}
+    ids, model = bench_model.make(preset("small", **sizes, gated=gated), 2, 12, device)
     counts: list[torch.Tensor] = []
-
-    def counting(layer, x, rotation, dense):  # type: ignore[no-untyped-def]
-        x = layer.attend(x, rotation)
-        h = layer.norm(x)
-        counts.append(((layer.mlp.gate_proj if gated else layer.mlp.up_proj)(h[0]) > 0).sum(1).double())
-        return x + layer.mlp(h)
-
-    out = model(ids, through=counting)
-    torch.testing.assert_close(out, model(ids, dense=True), atol=1e-4, rtol=1e-3)
+    for block in model.blocks():
+        part = block.gate_proj if gated else block.up_proj
+        part.register_forward_hook(lambda module, args, out: counts.append((out > 0).sum(-1).double()))
+    bench_model.go(model, "plain PyTorch", False)
+    bench_model.logits(ids, model)
     each = torch.stack(counts)
-    assert 11 < each.mean() < 13
-    # First tokens and layers are not like others.
-    assert each[:, :2].mean() > 2 * each.mean() and each[1:3].mean() > each[0].mean()
+    assert 11 < each.mean() < 13 and each.amax() > 2 * each.mean()
+
+
+@pytest.mark.native
+def test_model_cases_are_right(device: torch.device) -> None:
+    for case in bench_model.cases(device, True):
+        eager = replace(case, providers=tuple(p for p in case.providers if "compile" not in p.name))
+        result = run_case(eager, device, Settings(rounds=1, burst=0.0), 0)
+        assert not result.failed and {o.status for o in result.outcomes} == {"ok"}
 
 
 @pytest.mark.native

@@ -380,7 +380,7 @@ def test_errors(call, error: type[Exception], message: str) -> None:
         call(x)
 
 
-@pytest.mark.parametrize("lead, size", [((), (32, 32)), ((2,), (40, 24)), ((2, 3), (32, 48))], ids=str)
+@pytest.mark.parametrize("lead, size", [((), (32, 32)), ((2,), (40, 24)), ((2, 2), (16, 32))], ids=str)
 def test_empty_pieces(lead: tuple[int, ...], size: tuple[int, int], device: torch.device) -> None:
     """Pieces of length 0, and no repetition at all, along every dimension, with their gradients."""
     x = torch.randn(*lead, *size, device=device, requires_grad=True)

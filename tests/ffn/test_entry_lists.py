@@ -26,7 +26,8 @@ def test_both_lists(hot: list[int], squared: bool, device: torch.device, generat
     slots_of = torch.full((n,), -1, dtype=torch.int32, device=device)
     slots_of[hot] = torch.arange(len(hot), dtype=torch.int32, device=device)
     dense = torch.zeros(2, m, 16, device=device)
-    lists = row_lists(packed, Hot(listed, slots_of, dense), tile, n, limit, room)
+    fired = torch.zeros(n, dtype=torch.int32, device=device)
+    lists = row_lists(packed, Hot(listed, slots_of, dense, fired), tile, n, limit, room)
     crowded = torch.stack([part.sum(1) > slots for part in (z != 0).split(tile, 1)]).any(0)
     whole = z.clone()
     z[:, hot] = 0
@@ -42,17 +43,17 @@ def test_both_lists(hot: list[int], squared: bool, device: torch.device, generat
     # Of a tile too full for its slots, not all entries are known.
     assert torch.equal(lists.nnz[~crowded], counts[~crowded].int())
     assert (lists.nnz >= counts).all() and lists.offsets.diff().tolist() == kept
-    assert lists.heavy[1 : 1 + int(lists.heavy[0])].tolist() == heavy
+    assert lists.rows[1, 1 : 1 + int(lists.rows[1, 0])].tolist() == heavy
     gathered = torch.ones(m, 1, dtype=torch.bool, device=device)
     gathered[heavy] = False
     light, whole = torch.where(gathered, z, 0), torch.where(gathered, whole, 0)
     assert torch.equal(dense[0, :, : len(hot)], whole[:, hot]) and not dense[0, :, len(hot) :].any()
     rows, columns = light.nonzero(as_tuple=True)
     assert lists.columns[:end].tolist() == columns.tolist()
-    assert torch.equal(lists.values[:end], light[rows, columns])
+    assert torch.equal(lists.values[0, :end], light[rows, columns])
     assert lists.fired.tolist() == (whole != 0).sum(0).tolist()
     up = torch.randn(room, device=device, generator=generator)
-    turned = column_lists(lists.values, up, lists.columns, lists.offsets, n, squared)
+    turned = column_lists(lists.values[0], up, lists.columns, lists.offsets, n, squared)
     across, down = light.t().nonzero(as_tuple=True)
     assert turned.rows[:end].tolist() == down.tolist()
     assert turned.offsets.tolist() == [0, *(light != 0).sum(0).cumsum(0).tolist()]

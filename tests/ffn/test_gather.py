@@ -19,8 +19,7 @@ def test_rows_of_very_different_density(device: torch.device, generator: torch.G
 def test_light_rows_alone(
     gated: bool, k: int, d: int, dtype: torch.dtype, tolerance: float, device: torch.device, generator: torch.Generator
 ) -> None:
-    """Heavy rows are listed, in any order, and not written; entries are counted of all; of any number at a time, with
-    stages and without."""
+    """Heavy rows are listed, in any order, and not written; entries are counted of all."""
     from gossamer.ffn._triton import gather, heavy
     from gossamer.ffn._triton.sparse_ffn import pack
 
@@ -35,22 +34,20 @@ def test_light_rows_alone(
     fits = (packed[2] <= 16).all(1)
     light = fits & (counts <= limit)
     assert light[20] and not light[3] and light.sum() > 10
-    for choice in (gather.CHOICE, gather.Choice(8, 16), gather.Choice(2, 64, registers=96)):
-        out, nnz = a["x"].new_full((21, d), 7.0), torch.empty(21, dtype=torch.int32, device=device)
-        listed = torch.empty(25, dtype=torch.int32, device=device)
-        heavy.start(listed, limit)
-        down = (a["down"].t().contiguous(), None)
-        gather.gather(packed, a["x"], up, down, out, nnz, listed, False, choice)
-        torch.testing.assert_close(out[light], want[light], rtol=tolerance, atol=tolerance)
-        assert nnz.tolist() == counts.tolist() and listed[0] == (~light).sum()
-        assert sorted(listed[4 : 4 + int(listed[0])].tolist()) == (~light).nonzero().flatten().tolist()
+    out, nnz = a["x"].new_full((21, d), 7.0), torch.empty(21, dtype=torch.int32, device=device)
+    listed = torch.empty(25, dtype=torch.int32, device=device)
+    heavy.start(listed, limit)
+    gather.gather(packed, a["x"], up, (a["down"].t().contiguous(), None), out, nnz, listed, False)
+    torch.testing.assert_close(out[light], want[light], rtol=tolerance, atol=tolerance)
+    assert nnz.tolist() == counts.tolist() and listed[0] == (~light).sum()
+    assert sorted(listed[4 : 4 + int(listed[0])].tolist()) == (~light).nonzero().flatten().tolist()
 
 
 def test_stages_where_they_fit() -> None:
     from gossamer.ffn._triton import gather
 
     def of(k: int, d: int, size: int = 2, warps: int = 16) -> tuple[int, int | None]:
-        return gather.stages_and_registers(k, d, size, warps, gather.MANY_ROWS)
+        return gather.stages_and_registers(k, d, size, warps)
 
     assert of(2048, 2048) == of(0, 8192) == of(8192, 8192) == (3, 96)
     assert of(16384, 16384) == of(2040, 2048) == of(2048, 2048, 4) == (1, None)

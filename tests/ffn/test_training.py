@@ -44,6 +44,9 @@ def test_lists_pay_where_few_entries_are_active(monkeypatch: pytest.MonkeyPatch)
     for gated, n, most in ((True, 5632, (80, 95)), (False, 8192, (95, 130))):
         found = [training.lists_are_faster(mean, 0, (16384, 2048, n, 2048), gated, 2, 0) for mean in range(300)]
         assert most[0] <= sum(found) <= most[1] and found == sorted(found, reverse=True)
+    # Beside a tenth of the rows that are dense 29 entries pay, and not beside a fourth.
+    found = [training.lists_are_faster(29, 0, (16384, 2048, 5632, 2048), True, 2, 0, heavy / 20) for heavy in range(6)]
+    assert found[2] and not found[5] and found == sorted(found, reverse=True)
     assert not training.lists_are_faster(1.0, 0, (64, 256, 704, 256), True, 2, 0)
     # Of a trained model, with half of the entries or more in hot neurons: 28 entries pay in wide blocks alone.
     assert training.lists_are_faster(14.2, 256, (16384, 2048, 4096, 2048), True, 2, 0)
@@ -60,9 +63,9 @@ def test_sizes() -> None:
     for mean, each, slots in ((29, 64, 64), (60, 128, 64), (300, 512, 64), (5000, 5632, 256)):
         assert training.sizes_for(16384, 5632, known(mean), 64) == (704, 16384 * each, slots, 64)
     assert training.sizes_for(16384, 5632, None) == (704, 16384 * 64, 64, 0)
-    # Few heavy rows are gathered; many go through dense tiles, and need no room.
-    assert training.sizes_for(16384, 5632, known(40, 500))[:2] == (704, 16384 * 64)
-    assert training.sizes_for(16384, 5632, known(110, 1600))[:2] == (256, 16384 * 16)
+    # Heavy rows go through dense tiles, and need no room.
+    assert training.sizes_for(16384, 5632, known(40, 500))[:2] == (704, 16384 * 16)
+    assert training.sizes_for(16384, 5632, known(110, 1600))[:2] == (704, 16384 * 16)
     assert training.sizes_for(5, 3, None) == (64, 16, 64, 0)
     assert training.sizes_for(1 << 28, 5632, known(60, rows=1 << 28)).room == 1 << 30
     # Columns for as many hot neurons as there were, in steps, and none for few.
@@ -81,14 +84,21 @@ def test_light_entries() -> None:
     assert training.light_mean(torch.full((2, 12), 7), 1000, 2).tolist() == pytest.approx([0.084] * 2)
 
 
-def test_by_chance_few_neurons_of_a_random_pattern_are_hot(generator: torch.Generator, device: torch.device) -> None:
-    """As few as have no columns."""
+@pytest.mark.parametrize("dense", [0, 10])
+def test_by_chance_few_neurons_of_a_random_pattern_are_hot(
+    dense: int, generator: torch.Generator, device: torch.device
+) -> None:
+    """As few as have no columns, also beside rows that are nearly dense: every tenth."""
     x, gate = (torch.randn(rows, 16, device=device, generator=generator) for rows in (16384, 5632))
     # Every neuron is as frequent as any other.
     gate = torch.nn.functional.normalize(gate)
     bias = torch.full((5632,), -2.3, device=device)
+    if dense:
+        x[::dense] *= 100
     entries, hot = training.sampled_gate(Block(x, gate, bias, None, None, None, gate.t(), None, "relu"))
-    assert 40 < entries.float().mean() < 80 and hot.item() < training.WORTH
+    light = entries[entries < 5632 // 4].float()
+    assert 40 < light.mean() < 80 and hot.item() < training.WORTH
+    assert (len(light) < len(entries)) == bool(dense)
 
 
 @pytest.mark.parametrize("method", ["gather", "dense"])

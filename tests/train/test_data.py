@@ -75,6 +75,21 @@ def test_a_shard_that_is_not_as_packed_is_refused(folder: Path, harm: str) -> No
         Corpus(folder)
 
 
+@pytest.mark.parametrize("manifest", ['{"vocab', "{}", "[]"])
+def test_a_manifest_that_is_damaged_is_named(folder: Path, manifest: str) -> None:
+    (folder / "corpus.json").write_text(manifest)
+    with pytest.raises(ValueError, match=r"corpus.json is damaged: .* Pack the text again"):
+        Corpus(folder)
+
+
+def test_of_few_documents_the_end_is_for_validation(tokenizer: object, tmp_path: Path) -> None:
+    pack([" ".join(TEXTS)], tokenizer, tmp_path)
+    parts = [np.load(tmp_path / f"{part}-00000.npy") for part in ("train", "validation")]
+    whole = Corpus(tmp_path).tokenizer().encode(" ".join(TEXTS)).ids
+    assert np.concatenate(parts).tolist() == [*whole, Corpus(tmp_path).end]
+    assert len(parts[1]) == -(-(len(whole) + 1) // data.VALIDATION)
+
+
 def test_packing_that_was_interrupted_leaves_nothing_that_is_taken_for_whole(
     tokenizer: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import gossamer.train.model as model_of
 from gossamer.train import PRESETS, Config, Transformer, learning_rate, preset, save_pretrained
 
 pytestmark = pytest.mark.native
@@ -88,6 +89,30 @@ def test_ways_of_computing_agree(changes: dict[str, Any], monkeypatch: pytest.Mo
         assert error < (0.2 if "dtype" in changes else 1e-4), name
 
 
+def test_compiled_layers_keep_no_casts_and_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the backward pass: the bytes that it reads, of a model in bfloat16."""
+    compile_, kept = torch.compile, dict[str, int]()
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile_(f, backend="aot_eager_decomp_partition"))
+    for name, again in (("all", {}), ("few", model_of.AGAIN)):
+        monkeypatch.setattr(model_of, "AGAIN", again)
+        torch._dynamo.reset()
+        model = Transformer(Config(**{**SMALL, "dtype": "bfloat16"}, compile=True))
+        owned = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+        found: dict[int, int] = {}
+
+        def pack(tensor: torch.Tensor) -> torch.Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owned:  # noqa: B023
+                found[storage.data_ptr()] = storage.nbytes()  # noqa: B023
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = model(torch.randint(50, (3, 17))).loss
+        kept[name] = sum(found.values())
+        loss.backward()
+    assert kept["few"] < 0.8 * kept["all"]
+
+
 def test_the_rate_warms_up_and_falls_as_a_cosine() -> None:
     config = Config(**{**SMALL, "steps": 110}, lr=2.0, warmup=10)
     found = [learning_rate(config, step) for step in range(110)]
@@ -105,10 +130,14 @@ def test_the_rate_warms_up_and_falls_as_a_cosine() -> None:
         ({"batch": 5}, "batch must be a multiple of micro_batch = 2, got 5"),
         ({"hidden": 30}, "hidden must be a multiple of twice heads = 4, got 30"),
         ({"l1": -1.0}, "coefficient must be at least 0"),
+        ({"clip": 0}, "clip must be above 0"),
+        ({"warmup": -3}, "warmup must be at least 0"),
+        ({"weight_decay": "x"}, "weight_decay must be a number, got str"),
+        ({"gated": 7}, "gated must be True or False, got 7"),
     ],
 )
 def test_a_configuration_says_what_does_not_fit(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         Config(**{**SMALL, **changes})
 
 

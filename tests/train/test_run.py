@@ -245,10 +245,9 @@ def test_on_a_gpu_blocks_go_on_lists_once_few_neurons_are_active(corpus: Corpus,
     assert curve(tmp_path / "parts") == found
 
 
-def test_a_run_that_has_no_light_entries_in_its_log_goes_on(
+def test_blocks_are_chosen_by_their_light_entries(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A log of a version before names all entries of a layer alone: blocks go by these."""
     run, means = Run(replace(SMALL, method="auto"), corpus, tmp_path), list[float]()
 
     def faster(mean: float, *_: object) -> bool:
@@ -256,14 +255,11 @@ def test_a_run_that_has_no_light_entries_in_its_log_goes_on(
         return mean < 4
 
     monkeypatch.setattr(loop, "lists_are_faster", faster)
+    monkeypatch.setattr(loop, "FULL", 0)
     run.device, run.step = torch.device("cuda"), loop.CHOSEN
-    before = {"l0/00": 3.0, "l0/01": 5.0}
-    for record in (before, before | {"light/00": 2.0, "light/01": 1.0}):
-        run.records = [record] * loop.CHOSEN
-        monkeypatch.setattr(loop, "FULL", 0)
-        run._choose()
-        assert [block.method for block in run.model.blocks()] == ["gather", "fused" if record is before else "gather"]
-    assert means == [3.0, 5.0, 2.0, 1.0]
+    run.records = [{"l0/00": 30.0, "l0/01": 5.0, "light/00": 2.0, "light/01": 5.0}] * loop.CHOSEN
+    run._choose()
+    assert [block.method for block in run.model.blocks()] == ["gather", "fused"] and means == [2.0, 5.0]
 
 
 def test_other_settings_are_refused(corpus: Corpus, tmp_path: Path) -> None:

@@ -139,12 +139,8 @@ OPERATOR = "attention.sparse_attention"
 _checked: Checked[tuple[float, str]] = Checked()
 """The scale and the path of calls that were checked."""
 FEW_QUERIES = 16
-
-
 SHORT = 1024
 """Keys up to which a list costs more to make than it leaves out, if neighbours share few keys."""
-
-
 PATHS: dict[Path, str] = {
     "decode": "up to 16 queries: it cuts the keys among programs",
     "tiles": "up to 1,024 keys: flash attention over all keys, in which a bit a score says which key takes part",
@@ -162,13 +158,13 @@ def choose_path(num_queries: int, num_keys: int) -> Path:
 
 def _path(path: str | None, q: Tensor, selection: Selection, paged: bool, dropout: float) -> str:
     num_queries = q.shape[2]
+    if paged and (path not in (None, "decode") or num_queries > FEW_QUERIES):
+        raise ValueError(
+            f"{OPERATOR}: with page_table, path must be decode and q have at most {FEW_QUERIES} queries, got {path!r} "
+            f"and {num_queries}. Leave path None, or give k and v in one piece."
+        )
     if dropout and path is None and num_queries <= FEW_QUERIES:
         return "tiles"
-    if paged and path not in (None, "decode"):
-        raise ValueError(
-            f"{OPERATOR}: with page_table, path must be decode, got {path!r}. Leave it None, or give k and v in one "
-            "piece."
-        )
     if path is None:
         return choose_path(num_queries, selection.num_keys)
     if path not in get_args(Path) or (path == "decode" and (num_queries > FEW_QUERIES or dropout)):
@@ -241,11 +237,6 @@ def _check_pages(
         raise ValueError(
             f"{OPERATOR}: page_table must have shape [B, n] with B = {q.shape[0]} and room for the Tk = {tk} keys of "
             f"selection in pages of {k.shape[1]}, got {list(page_table.shape)}."
-        )
-    if q.shape[2] > FEW_QUERIES:
-        raise ValueError(
-            f"{OPERATOR}: with page_table, q must have at most {FEW_QUERIES} queries, got {q.shape[2]}. Give k and v "
-            "in one piece."
         )
 
 

@@ -83,18 +83,8 @@ ELEMENTWISE: tuple[Callable[..., Tensor], ...] = (
 VECTORS = ("__add__", "__sub__", "__rsub__", "__mul__")
 """Operators whose other operand may be a vector."""
 MOVES = (
-    "bfloat16",
-    "bool",
-    "clone",
-    "contiguous",
-    "cpu",
-    "cuda",
-    "double",
-    "float",
-    "half",
-    "int",
-    "long",
-    "pin_memory",
+    *("bfloat16", "bool", "double", "float", "half", "int", "long"),
+    *("clone", "contiguous", "cpu", "cuda", "pin_memory"),
 )
 """Methods of tensors that change where elements are, or their dtype, and no shape."""
 _REDUCTIONS = ("sum", "mean", "amax")

@@ -32,8 +32,8 @@ MARGIN, LAUNCHES = 0.9, 10e-6
 LEAST = 0.25
 """A matrix of which less is stored is not made dense, for the memory that it would take."""
 SMALL = 0.25
-"""Tiles of 128 x 256, by multiprocessor, up to which a product of 16 bits is one launch of the kernel for every GPU:
-the one for Hopper has another before and behind it."""
+"""Tiles of 128 x 256, by multiprocessor, up to which the kernel for every GPU multiplies 16 bits: in narrower tiles,
+which keep more multiprocessors at work."""
 MOST = 0.95
 """Share of the blocks above which absent ones are multiplied."""
 PAIRED = 0.5

@@ -110,16 +110,15 @@ def run(
     with _told("run"), _ranks() as (rank, where):
         chosen = resolve_device(where or device, "gossamer train run")
         dtype = dtype if dtype != "auto" else "bfloat16" if chosen.type == "cuda" else "float32"
-        given: dict[str, Any] = {"steps": steps, "batch": batch, "micro_batch": micro_batch, "lr": lr}
-        given |= {"compile": compile, "recompute": recompute}
-        given = {name: value for name, value in given.items() if value is not None}
         tokens = training.Corpus(corpus)
-        config = training.preset(
-            preset, activation=activation, gated=gated, method=method,
-            l1=l1, l1_warmup=l1_warmup, l1_ramp=l1_ramp, seed=seed,
-            reinitialize=reinitialize, dtype=dtype,
-            **{"vocabulary": tokens.vocabulary, **given, **set_fields(set_)},
-        )  # fmt: skip
+        given: dict[str, Any] = {
+            "vocabulary": tokens.vocabulary, "activation": activation, "gated": gated, "method": method, "l1": l1,
+            "l1_warmup": l1_warmup, "l1_ramp": l1_ramp, "reinitialize": reinitialize, "seed": seed, "dtype": dtype,
+            "steps": steps, "batch": batch, "micro_batch": micro_batch, "lr": lr, "compile": compile,
+            "recompute": recompute,
+        }  # fmt: skip
+        given = {name: value for name, value in given.items() if value is not None}
+        config = training.preset(preset, **given | set_fields(set_))
         console, joules = Console(quiet=rank != 0), energy_counter(chosen)
         whole = training.Run(
             config, tokens, out, device=chosen, checkpoint_every=checkpoint_every, keep=keep,
@@ -179,7 +178,9 @@ def set_fields(given: list[str]) -> dict[str, Any]:
     """Values by name, of NAME=VALUE each."""
     found = {}
     for item in given:
-        name, _, value = item.partition("=")
+        name, sign, value = item.partition("=")
+        if not sign:
+            raise ValueError(f"a field is set as NAME=VALUE, got {item}.")
         if name in found:
             raise ValueError(f"{name} must be given once, got {item} too. Commas separate the values of a sweep.")
         try:

@@ -48,9 +48,9 @@ class SparseTraining(NamedTuple):
 
 class Trained(NamedTuple):
     """out `[M, D]`; l1: the sum of |hidden activations| over M, float32; nnz: entries of each row beside those of hot
-    neurons, int32 `[M]`; fired: entries of each neuron, `[N]`. Of the lists of entries: values before they are squared
-    `[room]`, columns `[room]`, offsets of rows int32 `[M + 1]`. heavy: how many rows stand in no list, and which, int32
-    `[1 + M]`. up_values: the up projection at the entries, `[room]` or `[0]`. hot: how many neurons stand in columns,
+    neurons, int32 `[M]`; fired: entries of each neuron, `[N]`. Of the lists of entries: values, the gate before it is
+    squared and the up projection, `[2 or 1, room]`; columns `[room]`; rows int32 `[2, aligned(M)]`: the offsets of
+    rows, `[M + 1]`, and how many rows stand in no list, and which, `[1 + M]`. hot: how many neurons stand in columns,
     how many would if there were enough, and the former, int32 `[2 + hot]`; hot_values: the gate and the up projection
     at their entries, 0 elsewhere, `[2 or 1, M, hot]`."""
 
@@ -60,11 +60,14 @@ class Trained(NamedTuple):
     fired: Tensor
     values: Tensor
     columns: Tensor
-    offsets: Tensor
-    heavy: Tensor
-    up_values: Tensor
+    rows: Tensor
     hot: Tensor
     hot_values: Tensor
+
+
+def aligned(m: int) -> int:
+    """M + 1, or so many more that int32 words behind them begin on 16 bytes."""
+    return (m + 4) // 4 * 4
 
 
 class SparseTrainingBwd(NamedTuple):
@@ -84,9 +87,7 @@ class SparseTrainingBwd(NamedTuple):
     down_weight: Strided
     values: Tensor
     columns: Tensor
-    offsets: Tensor
-    heavy: Tensor
-    up_values: Tensor
+    rows: Tensor
     hot: Tensor
     hot_values: Tensor
     squared: bool

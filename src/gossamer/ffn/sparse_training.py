@@ -7,12 +7,13 @@ from torch import Tensor
 
 from gossamer._core.operator import register
 from gossamer.ffn._torch import sparse_training as _cpu
-from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
+from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained, aligned
 from gossamer.rowsparse.formats import column_dtype, sums_over_rows, threshold_dtype
 
 
 def _fake(call: SparseTraining) -> Trained:
     x, m, n, room = call.x, call.x.shape[0], call.gate_weight.shape[0], call.room
+    gates = 1 if call.up_weight is None else 2
 
     def ints(*shape: Any) -> Tensor:
         return x.new_empty(*shape, dtype=torch.int32)
@@ -22,13 +23,11 @@ def _fake(call: SparseTraining) -> Trained:
         l1=x.new_empty((), dtype=torch.promote_types(x.dtype, torch.float32)),
         nnz=ints(m),
         fired=ints(n),
-        values=x.new_empty(room),
+        values=x.new_empty(gates, room),
         columns=x.new_empty(room, dtype=column_dtype(n)),
-        offsets=ints(m + 1),
-        heavy=ints(m + 1),
-        up_values=x.new_empty(0 if call.up_weight is None else room),
+        rows=ints(2, aligned(m)),
         hot=ints(2 + call.hot),
-        hot_values=x.new_empty(1 if call.up_weight is None else 2, m, call.hot),
+        hot_values=x.new_empty(gates, m, call.hot),
     )
 
 
@@ -39,9 +38,7 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
     if grad is None:
         grad = call.x.new_zeros(call.x.shape[0], call.down_weight.shape[0])
     penalty = None if penalty is None else penalty.reshape(1)
-    values, columns, offsets, heavy, up_values, hot, hot_values = kept
-    lists = (values, columns, offsets, heavy, up_values, hot, hot_values)
-    dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(grad, penalty, *call[:7], *lists, call.squared))
+    dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(grad, penalty, *call[:7], *kept, call.squared))
     return {
         "x": dx,
         "gate_weight": gate,

@@ -42,11 +42,11 @@ FEW = 3
 lists of the next most frequent neurons are long."""
 LISTS, LISTS_OF_ROW = 8e-5, 2.2e-8
 """Seconds that lists take whatever they hold, in all and for each row: to make them, and to begin a program."""
-HEAVY, GATHERED = 22, 8
-"""A row with more than one in HEAVY of all columns takes less time in dense tiles: 0.8 us a row, 3.2 ns an entry. Tiles
-take 300 us for the first row, too: where few rows have so many entries, the limit is one in GATHERED."""
-MANY = 32
-"""Of how many rows one is heavy where these are many."""
+HEAVY = 8
+"""A row with more than one in HEAVY of all columns goes through dense tiles: these take 0.8 us for it and 300 us for
+the first one, lists 3.2 ns for an entry."""
+TILES = 4
+"""How many times as long a heavy row takes as one of dense products, in the tiles of both passes."""
 SLOTS = 64
 """Entries of a row that 256 columns have room for, at least: it takes no time that is not used, and memory for a while.
 """
@@ -74,16 +74,11 @@ class Sizes(NamedTuple):
 def sizes_for(m: int, n: int, known: Density | None, hot: int = 0) -> Sizes:
     """For M rows of N columns by what is known of their entries, or for what is not known yet. Powers of two, so that
     few shapes are met."""
-    few = known is None or known.over * MANY <= known.rows
-    if known is None:
-        each = n / 96
-    else:
-        each = 1.25 * (known.mean if few else known.light / max(known.rows, 1))
+    each = n / 96 if known is None else 1.25 * known.light / max(known.rows, 1)
     each = min(n, max(16, 1 << (int(each) - 1).bit_length()))
     in_tile = each * min(1.0, 256 / n)
     slots = min(256, max(SLOTS, 1 << int(2.5 * in_tile).bit_length()))
-    limit = max(64, n // (GATHERED if few else HEAVY))
-    return Sizes(limit, min(MOST, -(-m * each // 16) * 16), slots, hot)
+    return Sizes(heavy_limit(n), min(MOST, -(-m * each // 16) * 16), slots, hot)
 
 
 def heavy_limit(n: int) -> int:
@@ -105,14 +100,16 @@ def pays(known: Density | None, hot: Density | None, block: Block, sizes: tuple[
     if known is None or not block.x.is_cuda:
         return False
     x, columns = block.x, columns_for(hot, sizes[2])
-    return lists_are_faster(known.mean, columns, sizes, block.up_weight is not None, x.element_size(), x.get_device())
+    light, heavy = known.light / max(known.rows, 1), known.over / max(known.rows, 1)
+    gated = block.up_weight is not None
+    return lists_are_faster(light, columns, sizes, gated, x.element_size(), x.get_device(), heavy)
 
 
 def lists_are_faster(
-    mean: float, columns: int, sizes: tuple[int, int, int, int], gated: bool, size: int, index: int
+    mean: float, columns: int, sizes: tuple[int, int, int, int], gated: bool, size: int, index: int, heavy: float = 0.0
 ) -> bool:
-    """With so many entries a row on average beside those of hot neurons, and so many columns for these; sizes: M, K, N,
-    D."""
+    """With so many entries a row on average beside those of hot neurons and of heavy rows, so many columns for the
+    former, and a share `heavy` of the rows; sizes: M, K, N, D."""
     (m, k, n, d), rates = sizes, tuning.rates(index)
     gate, down = (PRODUCT * dense_seconds(m, *of, size, tuning.tf32(), index) for of in ((k, n), (n, d)))
     moved = MOVED * m * size / rates.copy
@@ -120,7 +117,7 @@ def lists_are_faster(
     # Of W_up twice, of x and of W_gate; of W_down and of the output's gradient.
     gathered = mean * m * size * ((4 if gated else 2) * k + 2 * d) / (RATE * rates.gather)
     hot = FEW * products * columns / n
-    return gate + LISTS + m * LISTS_OF_ROW + gathered + hot < products
+    return gate + LISTS + m * LISTS_OF_ROW + gathered + hot + TILES * heavy * products < products
 
 
 def differentiable(
@@ -177,7 +174,7 @@ def on_lists(block: Block, sizes: Sizes, with_activity: bool) -> tuple[Tensor, A
     activity = None
     if with_activity:
         fired = found.fired.long()
-        activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.heavy[0].long())
+        activity = Activity(found.l1, fired.sum() / found.nnz.shape[0], fired, found.rows[1, 0].long())
     return found.out, activity, (found.nnz, found.hot[1:2])
 
 
@@ -199,7 +196,8 @@ def sampled_gate(block: Block) -> tuple[Tensor, Tensor]:
     # Odd, as `costs.sample_step`.
     step = max(9, block.x.shape[0] // COUNTED | 1)
     active = activated(block._replace(x=block.x.detach()[::step])) != 0
-    hot = hot_neurons(active.sum(0), active.shape[0], block.x.element_size())
+    light = active & (active.sum(1, keepdim=True) <= heavy_limit(active.shape[1]))
+    hot = hot_neurons(light.sum(0), active.shape[0], block.x.element_size())
     return (active & ~hot).sum(1), hot.sum()[None]
 
 

@@ -72,7 +72,8 @@ class Crosscoder(torch.nn.Module):
         """The loss of x `[..., layers, d]`, the sum over layers."""
         found: SAELoss = self.sae.loss(self._flat(x))
         # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.
-        return SAELoss(*found[:4], self._by_layer(found.reconstruction), *found[5:])
+        fields = [*found[:4], self._by_layer(found.reconstruction), *found[5:]]
+        return SAELoss(*fields)
 
     def initialize_(self, x: Tensor) -> None:
         """As `TopKSAE.initialize_`, of a sample `[..., layers, d]`."""

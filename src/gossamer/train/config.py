@@ -68,7 +68,7 @@ class Config(Settings):
 
     Raises:
         ValueError: a size below 1, an unknown activation or dtype, a batch that is no multiple of micro_batch.
-        TypeError: a size that is no int.
+        TypeError: a size that is no int, another field of another type.
 
     >>> Config(layers=2, hidden=64, intermediate=176, heads=2).parameters
     3246400
@@ -105,7 +105,13 @@ class Config(Settings):
             "layers", "hidden", "intermediate", "heads", "vocabulary", "length", "batch", "micro_batch", "steps"
         ):  # fmt: skip
             checks.positive(_OPERATOR, name, getattr(self, name), "It is a size.")
-        checks.number(_OPERATOR, "lr", self.lr, "The paper's is 1e-3.")
+        for name, hint in (("lr", "The paper's is 1e-3."), ("clip", "The paper's is 1.0.")):
+            checks.number(_OPERATOR, name, getattr(self, name), hint)
+        for name in ("warmup", "weight_decay", "reinitialize", "seed"):
+            checks.number(_OPERATOR, name, getattr(self, name), "0 is allowed.", zero=True)
+        for name in ("gated", "recompute", "compile"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{_OPERATOR}: {name} must be True or False, got {getattr(self, name)!r}.")
         self.schedule  # noqa: B018 - it checks its numbers
         known_values = {"activation": ACTIVATIONS, "dtype": ("float32", "bfloat16"), "method": METHODS}
         known_values["on_overflow"] = ON_OVERFLOW
@@ -166,8 +172,7 @@ def preset(name: str, **changes: Any) -> Config:
     config = Config(**PRESETS[name])
     if not changes.get("gated", True) and "intermediate" not in changes:
         changes["intermediate"] = -(config.intermediate * 16 // -(11 * 64)) * 64
-    try:
-        return replace(config, **changes)
-    except TypeError as error:
-        names = ", ".join(field.name for field in fields(Config))
-        raise ValueError(f"train.preset: changes must be of the fields {names}: {error}.") from error
+    names = [field.name for field in fields(Config)]
+    if unknown := changes.keys() - names:
+        raise ValueError(f"train.preset: changes must be of the fields {', '.join(names)}, got {', '.join(unknown)}.")
+    return replace(config, **changes)

@@ -20,7 +20,7 @@ from gossamer._core.documents import documents
 END = "<|endoftext|>"
 SHARD_TOKENS = 1 << 26
 VALIDATION, VALIDATION_TOKENS = 50, 1 << 20
-"""One document in so many is kept for validation, until it has so many tokens."""
+"""One document in so many is kept for validation, until it has so many tokens; of fewer documents the end is."""
 _AT_ONCE, _TO_LEARN = 256, 100_000_000
 """Documents that are tokenised together; characters that a tokenizer learns from."""
 _MANIFEST, _TOKENIZER = "corpus.json", "tokenizer.json"
@@ -96,7 +96,7 @@ def pack(
     without one is not whole.
 
     Args:
-        texts: a document each; one in 50 goes to validation.
+        texts: a document each; one in 50 goes to validation, and of fewer the last fiftieth of the tokens.
         tokenizer: of `tokenizers`, with a token `<|endoftext|>` or `</s>`, which ends each document.
         folder: made if it is not there.
         progress: called with the number of tokens so far.
@@ -137,6 +137,10 @@ def pack(
         progress(total)
     if not total:
         raise ValueError(f"{_OPERATOR}: the text must have at least one document, got none.")
+    if number < VALIDATION and held["train"]:
+        tokens = np.concatenate(held["train"])
+        cut = len(tokens) * (VALIDATION - 1) // VALIDATION
+        held = {"train": [tokens[:cut]], "validation": [tokens[cut:]]}
     for part in ("train", "validation"):
         if held[part]:
             write(part)
@@ -164,8 +168,11 @@ class Corpus:
         self.folder = folder
         if not (folder / _MANIFEST).exists():
             raise FileNotFoundError(f"train.Corpus: {folder} holds no {_MANIFEST}: pack a text there first.")
-        found = json.loads((folder / _MANIFEST).read_text())
-        self.vocabulary, self.end, self._shards = found["vocabulary"], found["end"], found["shards"]
+        try:
+            found = json.loads((folder / _MANIFEST).read_text())
+            self.vocabulary, self.end, self._shards = found["vocabulary"], found["end"], found["shards"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"train.Corpus: {folder / _MANIFEST} is damaged: {error}. Pack the text again.") from error
         self.tokens = sum(shard["tokens"] for shard in self._shards if shard["part"] == "train")
         for shard in self._shards:
             file = folder / shard["name"]

@@ -141,8 +141,7 @@ class Run(Resumable):
             if method == "auto":
                 method = "fused"
                 if known is not None and self.device.type == "cuda" and config.activation != "silu":
-                    # A run that began in a version before has the mean of all entries alone.
-                    mean = known.get(f"light/{number:02}", known[f"l0/{number:02}"])
+                    mean = known[f"light/{number:02}"]
                     index = self.device.index or 0
                     fits = FULL * mean * sizes[0] < room
                     if fits and lists_are_faster(mean, columns, sizes, config.gated, self.model.dtype.itemsize, index):
@@ -274,8 +273,7 @@ class Run(Resumable):
         if not len(self.windows) or len(self.held_out) < self.world:
             raise ValueError(
                 f"train: the corpus must have sequences of {config.length} tokens for training and for validation, got "
-                f"{len(self.windows)} and {len(self.held_out)}. Validation has every 50th document: pack more of them, "
-                "of which a .txt file is one and a .jsonl file has one a line, or give a smaller length."
+                f"{len(self.windows)} and {len(self.held_out)}. Pack more text, or give a smaller length."
             )
 
 

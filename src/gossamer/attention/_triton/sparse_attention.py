@@ -69,6 +69,11 @@ class Config:
     precision: str
     walk: int = 0
 
+    @property
+    def blocks(self) -> int:
+        """Blocks of columns of k and v together."""
+        return max(launch.cdiv(self.d, self.block_d), launch.cdiv(self.dv, self.block_v))
+
 
 def config_of(tile: Tile, scopes: int, q: Tensor, dv: int, most: int = 256) -> Config:
     """The config for a tile, of which `most` columns are summed at a time."""
@@ -264,7 +269,7 @@ def sparse_attention(call: SparseAttention) -> tuple[Tensor, Tensor]:
     q = strided(q)
     k, v, strides = reached(k, v)
     tile = fwd_tile(call)
-    config = config_of(tile, call.words.shape[1], q, dv, 512)
+    config = config_of(tile, call.words.shape[1], q, dv, 512 if q.element_size() == 2 else 256)
     grid = h * launch.cdiv(dv, config.block_v), b
     for first, groups, walked, ends, capacity, walk in walks(call, tile.parts):
         sizes = (*q.stride()[:3], *strides, first, tq, capacity, h // g, call.drop, call.scale)

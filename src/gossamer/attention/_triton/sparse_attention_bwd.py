@@ -30,7 +30,6 @@ from gossamer.attention._triton._products import AS_K, block_of_columns, reached
 from gossamer.attention._triton.key_lists import key_lists, positions, seen
 from gossamer.attention._triton.sparse_attention import (
     EXAMPLE,
-    Config,
     Tile,
     begin_walk,
     config_of,
@@ -202,11 +201,9 @@ def add_queries(
 @triton.jit
 def kept_columns(program, CONFIG: tl.constexpr):
     """(which unit of work, which columns of k, which of v) of a program that sums a block of both."""
-    WIDER: tl.constexpr = CONFIG.d if CONFIG.d > CONFIG.dv else CONFIG.dv
     BLOCK_D: tl.constexpr = CONFIG.block_d
     BLOCK_V: tl.constexpr = CONFIG.block_v
-    BLOCK: tl.constexpr = BLOCK_D if CONFIG.d > CONFIG.dv else BLOCK_V
-    BLOCKS: tl.constexpr = (WIDER + BLOCK - 1) // BLOCK
+    BLOCKS: tl.constexpr = CONFIG.blocks
     block = program % BLOCKS
     return program // BLOCKS, block * BLOCK_D + tl.arange(0, BLOCK_D), block * BLOCK_V + tl.arange(0, BLOCK_V)
 
@@ -295,9 +292,7 @@ def _sparse_attention_bwd_kv_kernel(
     G = H // sharing
     # Heads of k that an entry serves, each in blocks of columns; heads of q whose gradients it sums into each; entries
     # in a row for one head of k.
-    WIDER: tl.constexpr = D if D > DV else DV
-    BLOCK: tl.constexpr = BLOCK_D if D > DV else BLOCK_V
-    serves = tl.maximum(G // SCOPES, 1) * ((WIDER + BLOCK - 1) // BLOCK)
+    serves = tl.maximum(G // SCOPES, 1) * CONFIG.blocks
     heads = tl.minimum(H // SCOPES, sharing)
     turns = tl.maximum(SCOPES // G, 1)
     done_ptr = plan_ptr + 2 + entries
@@ -404,7 +399,7 @@ def key_gradients(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tenso
     config = config_of(tile, words.shape[1], q, wide)
     lists, listed = key_lists(words, call.lengths, tq, call.causal, tile.parts)
     entries, scopes = listed.numel(), listed.shape[1]
-    serves = max(1, g // words.shape[1]) * blocks_of(config)
+    serves = max(1, g // words.shape[1]) * config.blocks
     plan = torch.zeros(2 + entries * (1 + serves), dtype=torch.int32, device=k.device)
     tiles = (listed.view(-1) + (tile.keys - 1)) // tile.keys
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
@@ -413,11 +408,6 @@ def key_gradients(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tenso
     grid = (2 * tuning.programs(q.device), 1, 1)
     _sparse_attention_bwd_kv_kernel(grid, args, {"CONFIG": config}, **tile.options())
     return dk, dv
-
-
-def blocks_of(config: Config) -> int:
-    """Blocks of columns of k and v."""
-    return max(launch.cdiv(config.d, config.block_d), launch.cdiv(config.dv, config.block_v))
 
 
 def key_gradients_of_tiles(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -435,7 +425,7 @@ def key_gradients_of_tiles(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tens
         dk, dv = torch.empty_like(k), torch.empty_like(v)
     sizes = (tq, tk, h, h // g, parts, call.drop, call.scale)
     args = (q, k, v, grad, dk, dv, rows, words.view(torch.int32), call.lengths, call.seed, *sizes)
-    grid = (launch.cdiv(tk, tile.keys) * blocks_of(config), g * parts, b)
+    grid = (launch.cdiv(tk, tile.keys) * config.blocks, g * parts, b)
     meta = {"CAUSAL": call.causal, "CONFIG": config}
     _sparse_attention_bwd_kv_tiles_kernel(grid, args, meta, **tile.options())
     return (dk.sum(2), dv.sum(2)) if parts > 1 else (dk, dv)

@@ -19,6 +19,8 @@ from triton.experimental.gluon import language as gl
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._gluon.attention import thread_barrier
+from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.records import BlocksparseScatterReduce
 
 ENTRIES = gl.constexpr(gl.BlockedLayout([1, 4], [32, 1], [1, 1], [1, 0]))
 """Of a step: a row a thread."""
@@ -267,30 +269,20 @@ def size_of(bound: int, width: int) -> tuple[int, int]:
     return launch.cdiv(least, unit) * unit, min(TAGS, max(512, launch.next_power_of_2(least)))
 
 
-def scatter_rows(
-    out: Tensor,
-    given: Tensor | None,
-    src: Tensor,
-    index: Tensor,
-    lists: tuple[Tensor, Tensor, Tensor, Tensor],
-    sizes: tuple[int, int, int, int],
-    reduce: str,
-    reset: bool,
-) -> None:
-    """Puts elements along rows. `lists` are offsets and columns of the blocks of rows, of the result and of index;
-    `sizes` are rows and columns of index and of the result."""
-    m_index, n_index, m, n = sizes
-    index_capacity, height, width = index.shape
-    size = size_of(n, width)
+def scatter_rows(call: BlocksparseScatterReduce, out: Tensor, reset: bool) -> None:
+    """Puts elements along rows; with `reset` the elements of `given` take no part where there are entries."""
+    lists, names = Lists(call.layout, call.form), Lists(call.index_layout, call.index_form)
+    (index_capacity, height, width), form = call.index.shape, lists.form
+    size = size_of(form.n, width)
     resident = min(RESIDENT, (ROOM + 1024) // (4 * size[0] + size[1] + 1024))
-    groups = (lists[0].shape[0] - 1) * height
+    groups = (lists.row_offsets.shape[0] - 1) * height
     programs = max(1, min(groups, resident * tuning.programs(out.device)))
-    count = max(launch.cdiv(m, height), 1)
     args = (
-        out, given, src, index, *lists, groups, count, n, m_index, n_index, out.shape[0], index_capacity,
-        NEUTRAL[reduce],
+        out, call.given, call.src, call.index, lists.row_offsets, lists.col_indices, names.row_offsets,
+        names.col_indices, groups, max(form.rows, 1), form.n, names.form.m, names.form.n, out.shape[0], index_capacity,
+        NEUTRAL[call.reduce],
     )  # fmt: skip
-    meta = {"BLOCK": (height, width), "SIZE": size, "OP": OPERATIONS[reduce], "RESET": reset}
+    meta = {"BLOCK": (height, width), "SIZE": size, "OP": OPERATIONS[call.reduce], "RESET": reset}
     _scatter_rows_kernel((programs, 1, 1), args, meta, num_warps=1)
 
 

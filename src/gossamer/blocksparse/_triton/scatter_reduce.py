@@ -326,10 +326,8 @@ def scatter_shared(call: BlocksparseScatterReduce) -> Tensor:
     """Rows whose results stand in shared memory, on Hopper."""
     from gossamer.blocksparse._gluon.scatter_reduce import scatter_rows
 
-    (_, given, src, reset), (lists, names), out = _begun(call), _both(call), _empty(call)
-    assert src is not None
-    rows = lists.row_offsets, lists.col_indices, names.row_offsets, names.col_indices
-    scatter_rows(out, given, src, call.index, rows, (*names.form[5:7], *lists.form[5:7]), call.reduce, reset)
+    out = _empty(call)
+    scatter_rows(call, out, _begun(call)[3])
     return out
 
 

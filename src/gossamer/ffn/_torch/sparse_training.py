@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained
+from gossamer.ffn.records import SparseTraining, SparseTrainingBwd, Trained, aligned
 from gossamer.rowsparse._torch.linear_source import activate_
 from gossamer.rowsparse.formats import column_dtype, linear
 
@@ -39,10 +39,10 @@ def sparse_training(call: SparseTraining) -> Trained:
     x, room = call.x, call.room
     (m, _), n = x.shape, call.gate_weight.shape[0]
     out, wide = x.new_empty(m, call.down_weight.shape[0]), torch.promote_types(x.dtype, torch.float32)
-    values, up_values = x.new_zeros(room), x.new_zeros(0 if call.up_weight is None else room)
+    values = x.new_zeros(1 if call.up_weight is None else 2, room)
     columns = torch.zeros(room, dtype=column_dtype(n))
-    nnz, offsets = torch.empty(m, dtype=torch.int32), torch.zeros(m + 1, dtype=torch.int32)
-    heavy, fired = torch.zeros(m + 1, dtype=torch.int32), torch.zeros(n, dtype=torch.int32)
+    nnz, lists = torch.empty(m, dtype=torch.int32), torch.zeros(2, aligned(m), dtype=torch.int32)
+    offsets, heavy, fired = *lists, torch.zeros(n, dtype=torch.int32)
     l1 = torch.zeros((), dtype=wide)
     end, full = 0, False
     for block in _blocks(call):
@@ -65,17 +65,17 @@ def sparse_training(call: SparseTraining) -> Trained:
         heavy[0] += left.numel()
         rows, found = (active & (kept > 0)[:, None]).nonzero(as_tuple=True)
         part = slice(end, end + found.numel())
-        values[part], columns[part] = gate[rows, found], found.to(columns.dtype)
+        values[0, part], columns[part] = gate[rows, found], found.to(columns.dtype)
         if up is not None:
-            up_values[part] = up[rows, found]
+            values[1, part] = up[rows, found]
         end = part.stop
     hot = torch.zeros(2 + call.hot, dtype=torch.int32), x.new_zeros(1 if call.up_weight is None else 2, m, call.hot)
-    return Trained(out, (l1 / max(m, 1)).to(wide), nnz, fired, values, columns, offsets, heavy, up_values, *hot)
+    return Trained(out, (l1 / max(m, 1)).to(wide), nnz, fired, values, columns, lists, *hot)
 
 
 def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(gradients of x, W_gate, W_up and W_down, sums [2, N])"""
-    grad, penalty, x, gate_weight, _, _, up_weight, _, down_weight, values, columns, offsets, heavy, *_ = call
+    grad, penalty, x, gate_weight, _, _, up_weight, _, down_weight, values, columns, (offsets, heavy), *_ = call
     (m, k), (d, n) = x.shape, down_weight.shape
     wide = torch.promote_types(x.dtype, torch.float32)
     dx = torch.zeros_like(x, memory_format=torch.contiguous_format)
@@ -91,10 +91,10 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
         rows = torch.repeat_interleave(torch.arange(counts.shape[0]), counts)
         at = rows, places[part]
         gate = x.new_zeros(counts.shape[0], n)
-        gate[at] = values[part]
+        gate[at] = values[0, part]
         up = None if up_weight is None else torch.zeros_like(gate)
         if up is not None:
-            up[at] = call.up_values[part]
+            up[at] = values[1, part]
         some = listed[(listed >= block.start) & (listed < block.stop)]
         if some.numel():
             gate[some - block.start] = _gate(call, some)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer.ffn.records import aligned
 from gossamer.rowsparse.formats import column_dtype
 
 GROUP = tl.constexpr(32)
@@ -50,24 +51,28 @@ class Tile(NamedTuple):
 class Hot(NamedTuple):
     """Hot neurons. listed: int32 `[2 + H]`, how many slots are in use, how many neurons are hot, and those with slots;
     slots: int32 `[N]`, a neuron's slot, or -1; values `[1 or 2, M, H]`, zeros: the gate at its entries; behind it there
-    is room for the up projection."""
+    is room for the up projection. fired: int32 `[N]`, zeros, takes the entries of columns."""
 
     listed: Tensor
     slots: Tensor
     values: Tensor
+    fired: Tensor
 
 
 class RowLists(NamedTuple):
-    """values and columns `[room]`, columns of 16 bits without a sign where N <= 65,536; offsets int32 `[M + 1]`; nnz
-    int32 `[M]`, the entries of rows beside those of hot neurons; heavy int32 `[1 + M]`, how many rows are listed and
-    which; fired int32 `[N]`, entries of columns."""
+    """values `[1 or 2, room]`, the gate's, with room for the up projection's; columns `[room]`, of 16 bits without a
+    sign where N <= 65,536; rows and fired as in `Trained`; nnz int32 `[M]`, the entries of rows beside those of hot
+    neurons."""
 
     values: Tensor
     columns: Tensor
-    offsets: Tensor
+    rows: Tensor
     nnz: Tensor
-    heavy: Tensor
     fired: Tensor
+
+    @property
+    def offsets(self) -> Tensor:
+        return self.rows[0, : self.nnz.shape[0] + 1]
 
 
 class ColumnLists(NamedTuple):
@@ -134,7 +139,7 @@ def _ffn_row_counts_kernel(
 
 @launch.kernel(specialize=("M",))
 def _ffn_row_offsets_kernel(kept_ptr, offsets_ptr, heavy_ptr, M, room, BLOCK: tl.constexpr):
-    """One program: where the lists of rows begin, and which rows have none though they have entries."""
+    """One program: where the lists of rows, or columns, begin, and which rows have none though they have entries."""
     end = 0
     listed = 0
     tl.store(offsets_ptr, 0)
@@ -146,11 +151,13 @@ def _ffn_row_offsets_kernel(kept_ptr, offsets_ptr, heavy_ptr, M, room, BLOCK: tl
         end = tl.maximum(end, tl.max(tl.where(fits, upto, 0), axis=0))
         # The sum only grows: rows that do not fit come last, and begin and end where the last did that fits.
         tl.store(offsets_ptr + 1 + row, tl.where(fits, upto, end), mask=row < M)
-        heavy = (kept < 0) | ((kept > 0) & (fits == 0))
-        place = listed + tl.cumsum(heavy.to(tl.int32), axis=0)
-        tl.store(heavy_ptr + place, row, mask=heavy)
-        listed += tl.sum(heavy.to(tl.int32), axis=0)
-    tl.store(heavy_ptr, listed)
+        if heavy_ptr is not None:
+            heavy = (kept < 0) | ((kept > 0) & (fits == 0))
+            place = listed + tl.cumsum(heavy.to(tl.int32), axis=0)
+            tl.store(heavy_ptr + place, row, mask=heavy)
+            listed += tl.sum(heavy.to(tl.int32), axis=0)
+    if heavy_ptr is not None:
+        tl.store(heavy_ptr, listed)
 
 
 @launch.kernel
@@ -280,17 +287,22 @@ def row_lists(packed: tuple[Tensor, Tensor, Tensor], hot: Hot, tile: int, n: int
     m, tiles, slots = values.shape
     device = values.device
     columns = torch.empty(room, dtype=column_dtype(n), device=device)
-    nnz, kept, offsets = (torch.empty(m + extra, dtype=torch.int32, device=device) for extra in (0, 0, 1))
-    fired, heavy = (torch.zeros(size, dtype=torch.int32, device=device) for size in (n, m + 1))
-    out = values.new_empty(room)
+    nnz, kept, rows = (torch.empty(k, dtype=torch.int32, device=device) for k in (m, m, (2, aligned(m))))
+    offsets, out = rows[0, : m + 1], values.new_empty(hot.values.shape[0], room)
     meta = {"BLOCK": min(max(launch.next_power_of_2(tiles), 16), 64)}
     args = (indices, counts, hot.listed, hot.slots, nnz, kept, tiles, slots, tile, limit)
     _ffn_row_counts_kernel((m, 1, 1), args, meta, num_warps=1)
-    scan = {"BLOCK": min(8192, max(256, launch.next_power_of_2(m)))}
-    _ffn_row_offsets_kernel((1, 1, 1), (kept, offsets, heavy, m, room), scan, num_warps=16)
-    args = (values, indices, counts, hot.listed, hot.slots, kept, offsets, out, columns, hot.values, fired)
+    scan(kept, offsets, rows[1], room)
+    args = (values, indices, counts, hot.listed, hot.slots, kept, offsets, out, columns, hot.values, hot.fired)
     _ffn_row_lists_kernel((m, 1, 1), (*args, tiles, slots, tile, hot.values.shape[2]), dict(meta), num_warps=1)
-    return RowLists(out, columns, offsets, nnz, heavy, fired)
+    return RowLists(out, columns, rows, nnz, hot.fired)
+
+
+def scan(counts: Tensor, offsets: Tensor, heavy: Tensor | None, room: int) -> None:
+    """Writes the offsets, `[1 + M]`, of M lists that have `room` together, and which are longer, if that is asked."""
+    m = counts.shape[0]
+    meta = {"BLOCK": min(8192, max(256, launch.next_power_of_2(m)))}
+    _ffn_row_offsets_kernel((1, 1, 1), (counts, offsets, heavy, m, room), meta, num_warps=16)
 
 
 def column_lists(
@@ -301,14 +313,13 @@ def column_lists(
     groups = launch.cdiv(m, GROUP.value)
     bits = torch.zeros(groups, n, dtype=torch.int32, device=device)
     before = torch.empty_like(bits)
-    # A zero ahead of the counts, which begin on an aligned address.
-    counts = torch.zeros(4 + n, dtype=torch.int32, device=device)
+    counts, column_offsets = (torch.empty(n + extra, dtype=torch.int32, device=device) for extra in (0, 1))
     rows = torch.empty(2, room, dtype=torch.int32, device=device)
     hidden = gate.new_empty(room)
     _ffn_column_bits_kernel((m, 1, 1), (columns, offsets, bits, n), {"BLOCK": 128}, num_warps=1)
     meta = {"BLOCK_G": 64, "BLOCK_N": 32}
-    _ffn_column_sums_kernel((launch.cdiv(n, 32), 1, 1), (bits, before, counts[4:], n, groups), meta, num_warps=4)
-    column_offsets = torch.cumsum(counts[3:], 0, dtype=torch.int32)
+    _ffn_column_sums_kernel((launch.cdiv(n, 32), 1, 1), (bits, before, counts, n, groups), meta, num_warps=4)
+    scan(counts, column_offsets, None, room)
     args = (columns, offsets, bits, before, column_offsets, gate, up, rows[0], rows[1], hidden, n)
     _ffn_column_lists_kernel((m, 1, 1), args, {"BLOCK": 32, "SQUARED": squared}, num_warps=1)
     return ColumnLists(rows[0], rows[1], hidden, column_offsets)

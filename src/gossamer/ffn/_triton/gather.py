@@ -15,7 +15,6 @@ With few rows the entries of one are shared by PARTS programs, whose float32 sum
 On Hopper programs take their places while the kernel before them runs, and wait for its end.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -123,19 +122,9 @@ def _ffn_sum_kernel(parts_ptr, bias_ptr, out_ptr, D, BLOCK_D: tl.constexpr, PART
     tl.store(out_ptr + row * D + d, acc, mask=d < D)
 
 
-@dataclass(frozen=True)
-class Choice:
-    """How a row is gathered: entries at a time, columns to a warp, stages, and registers of 16-bit rows, or None."""
-
-    entries: int
-    width: int
-    stages: int = 3
-    registers: int | None = None
-
-
-CHOICE = Choice(1, 1024)
-MANY_ROWS = Choice(1, 1024, registers=96)
-"""With 96 registers ten programs find room on a multiprocessor. Fewer rows would leave half of a second round empty."""
+WIDTH, STAGES, REGISTERS = 1024, 3, 96
+"""Columns to a warp, stages, and registers of MANY rows of 16 bits: with 96 ten programs find room on a multiprocessor.
+Fewer rows would leave half of a second round empty."""
 STAGED = 96 << 10
 """Bytes of shared memory that a program's stages may take."""
 SLICE = 2048
@@ -151,7 +140,6 @@ def gather(
     nnz: Tensor,
     heavy: Tensor,
     squared: bool,
-    choice: Choice | None = None,
 ) -> None:
     """Writes the rows of `out` that are not heavy, lists the others and counts all entries.
 
@@ -161,24 +149,24 @@ def gather(
     (m, tiles, _), (down_weight, down_bias) = packed[0].shape, down
     up_weight, up_bias = up or (None, None)
     k, d = x.shape[1], out.shape[1]
-    choice = choice or (MANY_ROWS if m >= MANY else CHOICE)
     block_k = 1 if up_weight is None else launch.next_power_of_2(k)
     # Without x to multiply by, slices of a row have nothing in common.
     block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), SLICE)
     slices = launch.cdiv(d, block_d)
-    warps = min(16, max(1, max(block_k, block_d) // choice.width))
-    stages, registers = stages_and_registers(0 if up_weight is None else k, d, x.element_size(), warps, choice)
+    warps = min(16, max(1, max(block_k, block_d) // WIDTH))
+    stages, registers = stages_and_registers(0 if up_weight is None else k, d, x.element_size(), warps)
     room = max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
     # A power of two: each number of parts is compiled.
     parts = 1 << (room.bit_length() - 1)
     meta = {
-        "BLOCK_E": choice.entries, "BLOCK_K": block_k, "BLOCK_D": block_d, "PARTS": parts,
+        "BLOCK_E": 1, "BLOCK_K": block_k, "BLOCK_D": block_d, "PARTS": parts,
         "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles), "STAGES": stages,
         "DEPENDENT": tuning.dependent_launch(x.device),
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
     heads = (*packed, x, up_weight, up_bias, down_weight, down_bias, whole, nnz, heavy)
     follows = tuning.dependent_launch(x.device)
+    registers = registers if m >= MANY else None
     options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
     _ffn_gather_kernel((m, slices, parts), (*heads, tiles, k, d), meta, **options)
     if parts > 1:
@@ -188,13 +176,13 @@ def gather(
         _ffn_sum_kernel(grid, (whole, down_bias, out, d), meta, num_warps=4)
 
 
-def stages_and_registers(k: int, d: int, size: int, warps: int, choice: Choice) -> tuple[int, int | None]:
-    """What of a choice serves rows of up and down of k and d elements of `size` bytes: rows of multiples of 16 elements
-    are copied to shared memory as they come, where they are not too wide. It was measured of 16 bits."""
-    staged = choice.entries * (launch.next_power_of_2(k) + launch.next_power_of_2(d)) * size * (choice.stages - 1)
+def stages_and_registers(k: int, d: int, size: int, warps: int) -> tuple[int, int | None]:
+    """Of rows of up and down of k and d elements of `size` bytes: rows of multiples of 16 elements are copied to shared
+    memory as they come, where they are not too wide. It was measured of 16 bits."""
+    staged = (launch.next_power_of_2(k) + launch.next_power_of_2(d)) * size * (STAGES - 1)
     if torch.version.hip is not None or size > 2 or (k | d) % 16 or staged > STAGED:
         return 1, None
-    return choice.stages, choice.registers if max(k, d) <= choice.width * warps else None
+    return STAGES, REGISTERS if max(k, d) <= WIDTH * warps else None
 
 
 EXAMPLES = {

@@ -40,7 +40,7 @@ def lists_of(x: Tensor, weights: Weights, limit: int, room: int, slots: int, cap
     m, n = x.shape[0], weights.gate.shape[0]
     packed = empty_twell(x, m, n, TILE, slots)
     launch_linear_pack(x, weights.gate, weights.gate_bias, weights.threshold, TILE, packed)
-    hot = train_hot.choose(packed, TILE, n, weights.up is not None, capacity)
+    hot = train_hot.choose(packed, TILE, n, limit, weights.up is not None, capacity)
     return row_lists(packed, hot, TILE, n, limit, room), hot
 
 
@@ -50,35 +50,36 @@ def sparse_training(call: SparseTraining) -> Trained:
     x, squared = call.x, call.squared
     weights = Weights(*call[1:6], turned(call.down_weight))
     lists, hot = lists_of(x, weights, call.limit, call.room, call.slots, call.hot)
-    out, up_values, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
-    heavy.project(lists.heavy, x, (*weights, call.down_bias), out, squared, (l1, lists.fired))
-    l1 = train_hot.forward(hot, x, weights, out, l1, squared)
-    kept = (lists.values, lists.columns, lists.offsets, lists.heavy)
-    up_values = x.new_empty(0) if up_values is None else up_values
-    found = Trained(out, l1 / x.shape[0], lists.nnz, lists.fired, *kept, up_values, hot.listed, hot.values)
+    out, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
+    heavy.project(lists.rows[1], x, (*weights, call.down_bias), out, squared, (l1, lists.fired))
+    train_hot.forward(hot, x, weights, out, l1, squared)
+    mean = torch.empty((), dtype=torch.float32, device=x.device)
+    train_rows.mean(l1, mean)
+    kept = (lists.values, lists.columns, lists.rows, hot.listed, hot.values)
     if walk.pool is not None:
         # One kernel of the backward pass takes as long to compile as all others do beside it.
-        sparse_training_bwd(SparseTrainingBwd(out, found.l1, *call[:7], *found[4:], squared))
-    return found
+        sparse_training_bwd(SparseTrainingBwd(out, mean, *call[:7], *kept, squared))
+    return Trained(out, mean, lists.nnz, lists.fired, *kept)
 
 
 @together
 def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(gradients of x, W_gate, W_up and W_down, sums [2, N])"""
-    grad, penalty, x, *_, values, columns, offsets, unlisted, up_values, listed, hot_values, squared = call
+    grad, penalty, x, *_, values, columns, rows, listed, hot_values, squared = call
+    offsets = rows[0, : x.shape[0] + 1]
     weights = Weights(*call[3:8], turned(call.down_weight))
     n = weights.gate.shape[0]
     # Without a penalty the kernels are those with one: half as many are compiled.
     share = x.new_zeros(1, dtype=torch.float32) if penalty is None else (penalty / x.shape[0]).float()
-    up = None if call.up_weight is None else up_values
-    by_neuron = column_lists(values, up, columns, offsets, n, squared)
+    up = None if call.up_weight is None else values[1]
+    by_neuron = column_lists(values[0], up, columns, offsets, n, squared)
     grad_down, _, dots = weight_gradients(
         by_neuron, (by_neuron.hidden, None), grad, weights.down, product=True, tile=train_columns.DOWN
     )
     assert dots is not None
-    by_row, by_column = hidden_gradients(by_neuron, dots, values, up, share, squared)
+    by_row, by_column = hidden_gradients(by_neuron, dots, values[0], up, share, squared)
     del dots
-    sums = torch.zeros(2, n, dtype=torch.float32, device=x.device)
+    sums = torch.empty(2, n, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
     beside = tuning.dependent_launch(x.device)
     pair = by_column[0], None if weights.up is None else by_column[1]
@@ -88,7 +89,7 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
     del by_neuron, by_column, by_row, pair, second
     grads = (grad_down, grad_gate, grad_up)
     train_hot.backward(listed, hot_values, x, weights, grad, share, dx, grads, sums, squared)
-    train_heavy.backward(unlisted, x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
+    train_heavy.backward(rows[1], x, weights, grad, share, dx, (grad_gate, grad_up, grad_down), sums, squared)
     del weights
     # A gradient that lies otherwise than its weight would be copied, element by element, when it is accumulated.
     grad_down = grad_down.t() if call.down_weight.t().is_contiguous() else turned(grad_down)

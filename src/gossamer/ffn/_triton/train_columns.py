@@ -63,8 +63,7 @@ def _ffn_train_weights_kernel(
     if sums_ptr is not None:
         if tl.program_id(1) == 0:
             tl.store(sums_ptr + column, tl.sum(sums, axis=0))
-            if second_ptr is not None:
-                tl.store(sums_ptr + N + column, tl.sum(other_sums, axis=0))
+            tl.store(sums_ptr + N + column, tl.sum(other_sums, axis=0))
 
 
 @launch.kernel

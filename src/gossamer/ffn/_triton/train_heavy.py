@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
+from gossamer.ffn._triton.entry_lists import through
 from gossamer.ffn._triton.heavy import (
     GROUP_M,
     along,
@@ -44,20 +45,14 @@ def hidden_grad_tile(
     size = tl.cast(R, tl.int64) * N
     grad, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), down_ptr + n.to(tl.int64)[None, :] * D
     grad = along(grad, grad_ptr + row[:, None] * D, w_rows, 1, 1, D, valid, inside, BLOCK_K, DOT)
-    gate = tl.where(active, z.to(tl.float32), 0.0)
-    hidden = gate * gate if SQUARED else gate
-    slope = 2 * gate if SQUARED else tl.zeros([BLOCK, BLOCK], tl.float32) + 1
+    up = None
     if up_ptr is not None:
         up = up_tile(x_rows, up_ptr, up_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT).to(tl.float32)
-        if penalty_ptr is not None:
-            grad += tl.load(penalty_ptr) * tl.where(up > 0, 1.0, tl.where(up < 0, -1.0, 0.0))
-        tl.store(to + 2 * size, tl.where(active, grad * hidden, 0.0), mask=mask)
-        hidden = tl.where(active, hidden.to(z.dtype).to(tl.float32) * up, 0.0)
-        slope *= up
-    elif penalty_ptr is not None:
-        grad += tl.load(penalty_ptr)
+    hidden, through_gate, through_up = through(grad, z, active, up, penalty_ptr, SQUARED)
     tl.store(to, hidden, mask=mask)
-    tl.store(to + size, tl.where(active, grad * slope, 0.0), mask=mask)
+    tl.store(to + size, through_gate, mask=mask)
+    if up_ptr is not None:
+        tl.store(to + 2 * size, through_up, mask=mask)
 
 
 @triton.jit

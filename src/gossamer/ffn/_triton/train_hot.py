@@ -8,6 +8,7 @@ neuron without a slot is gathered, however many rows have it.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -20,41 +21,114 @@ SAMPLED = 2048
 """Rows of which the neurons are counted, about."""
 LEAST = 64
 """Rows that have a neuron, at least, before it is hot."""
-FLAT = 1024
-"""Activations of a program."""
 
 
 @launch.kernel
-def _ffn_hot_sample_kernel(indices_ptr, counts_ptr, fired_ptr, step, tiles, slots, tile, BLOCK: tl.constexpr):
-    """Program (one of every `step` rows): counts its neurons."""
+def _ffn_hot_sample_kernel(indices_ptr, counts_ptr, fired_ptr, step, tiles, slots, tile, limit, BLOCK: tl.constexpr):
+    """Program (one of every `step` rows): counts its neurons, unless it goes through dense tiles as a whole."""
     row = tl.program_id(0).to(tl.int64) * step
+    total = 0
+    most = 0
     for first_tile in range(0, tiles, BLOCK):
         at = first_tile + tl.arange(0, BLOCK)
         counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
-        counts = tl.minimum(counts, slots)
-        for first in range(0, tl.max(counts, axis=0), RANKS):
-            held, column = columns_at(indices_ptr + row * tiles * slots, at, counts, first, slots, tile)
-            tl.atomic_add(fired_ptr + column, 1, mask=held, sem="relaxed")
+        most = tl.maximum(most, tl.max(counts, axis=0))
+        total += tl.sum(counts, axis=0)
+    if (most <= slots) & (total <= limit):
+        for first_tile in range(0, tiles, BLOCK):
+            at = first_tile + tl.arange(0, BLOCK)
+            counts = tl.load(counts_ptr + row * tiles + at, mask=at < tiles, other=0).to(tl.int32)
+            for first in range(0, tl.max(counts, axis=0), RANKS):
+                held, column = columns_at(indices_ptr + row * tiles * slots, at, counts, first, slots, tile)
+                tl.atomic_add(fired_ptr + column, 1, mask=held, sem="relaxed")
+
+
+@triton.jit
+def how_many(counts_ptr, bound, N, BLOCK: tl.constexpr):
+    """Of N counts, how many are above a bound."""
+    total = 0
+    for first in range(0, N, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        total += tl.sum((tl.load(counts_ptr + n, mask=n < N, other=0) > bound).to(tl.int32), axis=0)
+    return total
+
+
+@launch.kernel(specialize=("rows",))
+def _ffn_hot_choose_kernel(
+    counts_ptr, listed_ptr, slot_ptr, fired_ptr, N, least, rows, H, BLOCK: tl.constexpr
+):  # fmt: skip
+    """One program: the neurons with more than `least` counts of `rows` get slots, in ascending order; of more than H
+    the most frequent, and of neurons that are equally frequent the first. Leaves counts and fired_ptr at 0."""
+    total = how_many(counts_ptr, least, N, BLOCK)
+    used = tl.minimum(total, H)
+    # The lowest bound above which there are no more than have slots.
+    low, high = least, rows
+    if total <= H:
+        high = least
+    while low < high:
+        middle = (low + high) // 2
+        if how_many(counts_ptr, middle, N, BLOCK) <= H:
+            high = middle
+        else:
+            low = middle + 1
+    left = used - how_many(counts_ptr, high, N, BLOCK)
+    taken = 0
+    seen = 0
+    for first in range(0, N, BLOCK):
+        n = first + tl.arange(0, BLOCK)
+        count = tl.load(counts_ptr + n, mask=n < N, other=-1)
+        equal = (count == high).to(tl.int32)
+        take = (count > high) | ((equal > 0) & (seen + tl.cumsum(equal, axis=0) <= left))
+        place = taken + tl.cumsum(take.to(tl.int32), axis=0) - 1
+        tl.store(slot_ptr + n, tl.where(take, place, -1), mask=n < N)
+        tl.store(listed_ptr + 2 + place, n, mask=take)
+        tl.store(counts_ptr + n, tl.zeros([BLOCK], tl.int32), mask=n < N)
+        tl.store(fired_ptr + n, tl.zeros([BLOCK], tl.int32), mask=n < N)
+        taken += tl.sum(take.to(tl.int32), axis=0)
+        seen += tl.sum(equal, axis=0)
+    tl.store(listed_ptr, used)
+    tl.store(listed_ptr + 1, total)
+    for first in range(0, H, BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        tl.store(listed_ptr + 2 + slot, tl.zeros([BLOCK], tl.int32), mask=(slot >= used) & (slot < H))
+
+
+@launch.kernel
+def _ffn_hot_rows_kernel(listed_ptr, weight_ptr, rows_ptr, K, BLOCK: tl.constexpr, BACK: tl.constexpr):
+    """Program (slot, BLOCK columns): the row of its neuron, [N, K], into [H, K], where slots that are not in use have
+    zeros; or with BACK out of that."""
+    slot = tl.program_id(0)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    used = slot < tl.load(listed_ptr)
+    of_neuron = weight_ptr + tl.load(listed_ptr + 2 + slot).to(tl.int64) * K + k
+    of_slot = rows_ptr + slot.to(tl.int64) * K + k
+    if BACK:
+        tl.store(of_neuron, tl.load(of_slot, mask=k < K), mask=(k < K) & used)
+    else:
+        tl.store(of_slot, tl.load(of_neuron, mask=(k < K) & used, other=0.0), mask=k < K)
 
 
 @launch.kernel
 def _ffn_hot_hidden_kernel(
-    values_ptr, bias_ptr, through_hidden_ptr, penalty_ptr, hidden_ptr, through_ptr, l1_ptr, total, H,
+    values_ptr, bias_ptr, through_hidden_ptr, penalty_ptr, hidden_ptr, through_ptr, l1_ptr, M, H,
     BLOCK: tl.constexpr, SQUARED: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK of the M x H activations). Forward: adds the bias [H], if any, to the up projection that stands
-    behind the gate in values_ptr, and writes the hidden activations, and the sum of these without signs. Backward, with
-    the gradients of the hidden activations: those through the gate and the up projection, too, [M, 1 or 2, H]."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    held = at < total
+    """Program (row): its H activations. Forward: adds the bias [H], if any, to the up projection that stands behind the
+    gate in values_ptr, writes the hidden activations, and adds these without signs to l1_ptr. Backward, with the
+    gradients of the hidden activations: those through the gate and the up projection, too, [M, 1 or 2, H]."""
+    row = tl.program_id(0).to(tl.int64)
+    h = tl.arange(0, BLOCK)
+    held = h < H
+    at = row * H + h
     z = tl.load(values_ptr + at, mask=held, other=0.0)
     active = z != 0
     up = None
     if GATED:
-        up = tl.load(values_ptr + total + at, mask=held, other=0.0)
+        up_at = values_ptr + tl.cast(M, tl.int64) * H + at
+        up = tl.load(up_at, mask=held, other=0.0)
         if bias_ptr is not None:
-            up = (up.to(tl.float32) + tl.load(bias_ptr + at % H).to(tl.float32)).to(z.dtype)
-            tl.store(values_ptr + total + at, up, mask=held)
+            up = (up.to(tl.float32) + tl.load(bias_ptr + h, mask=held, other=0.0).to(tl.float32)).to(z.dtype)
+            tl.store(up_at, up, mask=held)
         up = up.to(tl.float32)
     if through_ptr is None:
         hidden = z.to(tl.float32)
@@ -63,91 +137,70 @@ def _ffn_hot_hidden_kernel(
         if GATED:
             # Zeros where nothing is active, whatever the other factor.
             hidden = tl.where(active, (hidden * up).to(z.dtype).to(tl.float32), 0.0)
-        tl.store(l1_ptr + tl.program_id(0), tl.sum(tl.abs(hidden), axis=0))
+        tl.store(l1_ptr + row, tl.load(l1_ptr + row) + tl.sum(tl.abs(hidden), axis=0))
     else:
         grad = tl.load(through_hidden_ptr + at, mask=held, other=0.0).to(tl.float32)
         hidden, through_gate, through_up = through(grad, z, active, up, penalty_ptr, SQUARED)
-        to = through_ptr + at // H * (2 * H if GATED else H) + at % H
+        to = through_ptr + row * (2 * H if GATED else H) + h
         tl.store(to, through_gate, mask=held)
         if GATED:
             tl.store(to + H, through_up, mask=held)
     tl.store(hidden_ptr + at, hidden, mask=held)
 
 
-def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, gated: bool, capacity: int) -> Hot:
-    """packed: as `entry_lists.row_lists` takes it. Slots that are not in use name neuron 0: their values are zeros, and
-    `Slots` gives zeros for its weights."""
+def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: int, gated: bool, capacity: int) -> Hot:
+    """packed and limit: as `entry_lists.row_lists` takes them. Slots that are not in use name neuron 0: their values
+    are zeros, and so are their rows of weights."""
     values, indices, counts = packed
     m, tiles, slots = values.shape
-    fired, listed = (torch.zeros(size, dtype=torch.int32, device=values.device) for size in (n, 2 + capacity))
-    step = m // SAMPLED | 1
+    listed, slot, fired = (torch.empty(k, dtype=torch.int32, device=values.device) for k in (2 + capacity, n, n))
+    sampled, step = launch.counters.get(n, values.device), m // SAMPLED | 1
     rows, block = launch.cdiv(m, step), min(max(launch.next_power_of_2(tiles), 16), 64)
-    args = (indices, counts, fired, step, tiles, slots, tile)
+    args = (indices, counts, sampled, step, tiles, slots, tile, limit)
     _ffn_hot_sample_kernel((rows, 1, 1), args, {"BLOCK": block}, num_warps=1)
     least = min(rows, max(int(hot_bound(rows, values.element_size(), values.device)), launch.cdiv(LEAST, step)))
-    torch.sum(fired > least, 0, dtype=torch.int32, out=listed[1])
-    slot = torch.full_like(fired, -1)
-    if capacity:
-        # Of neurons that are equally frequent the first have slots.
-        order = fired.argsort(descending=True, stable=True)[:capacity]
-        place = torch.arange(order.shape[0], dtype=torch.int32, device=values.device)
-        torch.clamp(listed[1], max=order.shape[0], out=listed[0])
-        used = place < listed[0]
-        listed[2 : 2 + order.shape[0]] = torch.where(used, order, 0)
-        slot[order] = torch.where(used, place, -1)
-    return Hot(listed, slot, values.new_zeros(2 if gated else 1, m, capacity))
+    meta = {"BLOCK": min(8192, launch.next_power_of_2(max(n, 256)))}
+    _ffn_hot_choose_kernel((1, 1, 1), (sampled, listed, slot, fired, n, least, rows, capacity), meta, num_warps=16)
+    shape = 2 if gated else 1, m, capacity
+    return Hot(listed, slot, values.new_zeros(shape) if capacity else values.new_empty(shape), fired)
 
 
-class Slots:
-    """The neurons of `Hot.listed`, and weights by their slots. Slots that are not in use have zeros, whatever the
-    weights of neuron 0 are."""
-
-    def __init__(self, listed: Tensor) -> None:
-        self.neurons = listed[2:]
-        self._unused = torch.arange(self.neurons.shape[0], device=listed.device) >= listed[0]
-
-    def gather(self, weight: Tensor) -> Tensor:
-        """The rows of the neurons that have slots, `[H, ...]`."""
-        return self._held(weight.index_select(0, self.neurons))
-
-    def add(self, to: Tensor, rows: Tensor) -> None:
-        """Adds rows `[H, ...]`, which it changes, to those of their neurons."""
-        to.index_add_(0, self.neurons, self._held(rows))
-
-    def _held(self, rows: Tensor) -> Tensor:
-        return rows.masked_fill_(self._unused.view(-1, *[1] * (rows.dim() - 1)), 0)
+def rows_of(listed: Tensor, weight: Tensor, rows: Tensor, back: bool = False) -> Tensor:
+    """Writes rows `[H, ...]`, those of hot neurons of a weight `[N, ...]`; or with `back` out of these into it."""
+    k = weight[0].numel()
+    block = min(1024, launch.next_power_of_2(k))
+    meta = {"BLOCK": block, "BACK": back}
+    _ffn_hot_rows_kernel((rows.shape[0], launch.cdiv(k, block), 1), (listed, weight, rows, k), meta, num_warps=4)
+    return rows
 
 
 def activations(
-    values: Tensor, bias: Tensor | None, grad: Tensor | None, penalty: Tensor | None, squared: bool
-) -> tuple[Tensor, Tensor]:
-    """values: of `Hot`. (hidden activations `[M, H]`; the sums of their |.|, in parts, or, with the gradients of them,
-    those through gate and up, `[M, (1 or 2) H]`)"""
+    values: Tensor, bias: Tensor | None, l1: Tensor | None, grad: Tensor | None, penalty: Tensor | None, squared: bool
+) -> tuple[Tensor, Tensor | None]:
+    """values: of `Hot`. (hidden activations `[M, H]`; with the gradients of these, those through gate and up, `[M, (1
+    or 2) H]`). l1 `[M]`: what their sums of |.| are added to, without gradients."""
     gates, m, capacity = values.shape
-    programs = launch.cdiv(m * capacity, FLAT)
-    hidden, through, parts = values.new_empty(m, capacity), None, None
-    if grad is None:
-        result = parts = torch.empty(programs, dtype=torch.float32, device=values.device)
-    else:
-        result = through = values.new_empty(m, gates * capacity)
-    args = (values, bias, grad, penalty, hidden, through, parts, m * capacity, capacity)
-    meta = {"BLOCK": FLAT, "SQUARED": squared, "GATED": gates == 2}
-    _ffn_hot_hidden_kernel((programs, 1, 1), args, meta, num_warps=4)
-    return hidden, result
+    hidden, through = values.new_empty(m, capacity), None if grad is None else values.new_empty(m, gates * capacity)
+    args = (values, bias, grad, penalty, hidden, through, l1, m, capacity)
+    meta = {"BLOCK": launch.next_power_of_2(capacity), "SQUARED": squared, "GATED": gates == 2}
+    _ffn_hot_hidden_kernel((m, 1, 1), args, meta, num_warps=1)
+    return hidden, through
 
 
-def forward(hot: Hot, x: Tensor, weights: Weights, out: Tensor, l1: Tensor, squared: bool) -> Tensor:
-    """Adds the hot neurons' products to out `[M, D]`, and puts the up projection into hot.values. l1: the sums of
-    |hidden| of rows; with those of hot neurons, their sum."""
-    if not hot.values.shape[2]:
-        return l1.sum()
-    slots = Slots(hot.listed)
-    bias = None if weights.up_bias is None else slots.gather(weights.up_bias)
+def forward(hot: Hot, x: Tensor, weights: Weights, out: Tensor, l1: Tensor, squared: bool) -> None:
+    """Adds the hot neurons' products to out `[M, D]` and their |hidden| to l1 `[M]`, and puts the up projection into
+    hot.values."""
+    capacity = hot.values.shape[2]
+    if not capacity:
+        return
+    bias = None
     if weights.up is not None:
-        torch.mm(x, slots.gather(weights.up).t(), out=hot.values[1])
-    hidden, parts = activations(hot.values, bias, None, None, squared)
-    out.addmm_(hidden, slots.gather(weights.down))
-    return l1.sum() + parts.sum()
+        up = rows_of(hot.listed, weights.up, x.new_empty(capacity, x.shape[1]))
+        torch.mm(x, up.t(), out=hot.values[1])
+        if weights.up_bias is not None:
+            bias = rows_of(hot.listed, weights.up_bias, weights.up_bias.new_empty(capacity))
+    hidden, _ = activations(hot.values, bias, l1, None, None, squared)
+    out.addmm_(hidden, rows_of(hot.listed, weights.down, x.new_empty(capacity, out.shape[1])))
 
 
 def backward(
@@ -162,28 +215,31 @@ def backward(
     sums: Tensor | None,
     squared: bool,
 ) -> None:
-    """Adds the hot neurons' part to dx, to the gradients of W_down, W_gate and W_up, which are zeros there, and to sums
-    `[2, N]`. values: of `Hot`."""
+    """Adds the hot neurons' part to dx, and writes it into the gradients of W_down, W_gate and W_up, and into sums `[2,
+    N]`. values: of `Hot`."""
     gates, _, capacity = values.shape
     if not capacity:
         return
-    slots = Slots(listed)
-    through_hidden = grad @ slots.gather(weights.down).t()
-    hidden, through = activations(values, None, through_hidden, penalty, squared)
-    inner = [slots.gather(weight) for weight in (weights.gate, weights.up) if weight is not None]
-    dx.addmm_(through, torch.cat(inner))
+    down = rows_of(listed, weights.down, x.new_empty(capacity, grad.shape[1]))
+    hidden, through = activations(values, None, None, grad @ down.t(), penalty, squared)
+    assert through is not None
+    inner = x.new_empty(gates, capacity, x.shape[1])
+    for weight, rows in zip((weights.gate, weights.up), inner, strict=False):
+        if weight is not None:
+            rows_of(listed, weight, rows)
+    dx.addmm_(through, inner.flatten(0, 1))
     found = (hidden.t() @ grad, *(through.t() @ x).chunk(gates))
     for to, part in zip(grads, found, strict=False):
         if to is not None:
-            slots.add(to, part)
+            rows_of(listed, to, part, back=True)
     if sums is not None:
-        of = sums_over_rows(through, sums.dtype).view(gates, capacity)
-        sums[:gates].index_add_(1, slots.neurons, of)
+        for to, part in zip(sums, sums_over_rows(through, sums.dtype).chunk(gates), strict=False):
+            rows_of(listed, to, part, back=True)
 
 
 EXAMPLES = {
     _ffn_hot_sample_kernel: {"indices_ptr": "*u8", "counts_ptr": "*i16", "BLOCK": 32, "num_warps": 1},
-    _ffn_hot_hidden_kernel: {
-        "bias_ptr": None, "BLOCK": 1024, "SQUARED": False, "GATED": True,
-    },
+    _ffn_hot_choose_kernel: {"listed_ptr": "*i32", "slot_ptr": "*i32", "BLOCK": 8192, "num_warps": 16},
+    _ffn_hot_rows_kernel: {"listed_ptr": "*i32", "rows_ptr": "*bf16", "BLOCK": 1024, "BACK": False},
+    _ffn_hot_hidden_kernel: {"bias_ptr": None, "BLOCK": 512, "SQUARED": False, "GATED": True, "num_warps": 1},
 }  # fmt: skip

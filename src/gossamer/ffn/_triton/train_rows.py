@@ -84,6 +84,21 @@ def _ffn_train_rows_kernel(
         gdc_wait()
 
 
+@launch.kernel(specialize=("M",))
+def _ffn_mean_kernel(x_ptr, out_ptr, M, BLOCK: tl.constexpr):
+    """One program: the mean of M numbers."""
+    acc = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, M, BLOCK):
+        m = first + tl.arange(0, BLOCK)
+        acc += tl.load(x_ptr + m, mask=m < M, other=0.0)
+    tl.store(out_ptr, tl.sum(acc, axis=0) / M)
+
+
+def mean(x: Tensor, out: Tensor) -> None:
+    """Writes the mean of float32 `[M]`."""
+    _ffn_mean_kernel((1, 1, 1), (x, out, x.shape[0]), {"BLOCK": 4096}, num_warps=16)
+
+
 UP = Tile(1, 4096, 96, 3)
 DOWN = Tile(8)
 DX = Tile(4)
@@ -97,22 +112,22 @@ def forward(
     squared: bool,
     up_tile: Tile = UP,
     tile: Tile = DOWN,
-) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(out `[M, D]`, the up projection's values at the entries or None, float32 `[M]`: the sums of |hidden| of rows) of
-    x `[M, K]`. A row without entries becomes the bias."""
+) -> tuple[Tensor, Tensor]:
+    """(out `[M, D]`, float32 `[M]`: the sums of |hidden| of rows) of x `[M, K]`; puts the up projection at the entries
+    into `lists.values`. A row without entries becomes the bias."""
     (m, k), size, up = x.shape, x.element_size(), weights.up
     out, l1 = x.new_empty(m, weights.down.shape[1]), torch.empty(m, dtype=torch.float32, device=x.device)
-    values, hidden = None if up is None else torch.empty_like(lists.values), torch.empty_like(lists.values)
+    gate, values, hidden = lists.values[0], None if up is None else lists.values[1], torch.empty_like(lists.values[0])
     block = 1 if up is None else launch.next_power_of_2(k)
     # Other rows than these are not read 16 bytes at a time, and not ahead.
     even = size == 2 and k % 8 == 0
     stages, registers = (up_tile.stages, up_tile.registers) if even else (1, None)
     meta = {"BLOCK_E": up_tile.entries if up is not None else 64, "BLOCK_K": block, "STAGES": stages}
-    args = (lists.offsets, lists.columns, lists.values, values, hidden, l1, x, up, weights.up_bias, k)
+    args = (lists.offsets, lists.columns, gate, values, hidden, l1, x, up, weights.up_bias, k)
     warps = min(16, max(1, block * size // up_tile.width))
     _ffn_train_up_kernel((m, 1, 1), args, {**meta, "SQUARED": squared}, num_warps=warps, maxnreg=registers)
     multiply_rows(lists.columns, lists.offsets, (hidden, weights.down), None, down_bias, out, tile)
-    return out, values, l1
+    return out, l1
 
 
 def multiply_rows(
@@ -138,6 +153,7 @@ def multiply_rows(
 
 
 EXAMPLES = {
+    _ffn_mean_kernel: {"x_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 4096, "num_warps": 16},
     _ffn_train_up_kernel: {
         "columns_ptr": "*i16", "up_bias_ptr": None, "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3, "SQUARED": False,
         "num_warps": 1, "maxnreg": 96,

@@ -529,7 +529,7 @@ def _attend_to_selection(
             f"{operator}: {what} is not implemented. Use attention_dropout=0, and leave masked keys out of selection."
         )
     # The selection says which keys are visible: a query may take keys behind it, of a prefix or in an encoder.
-    out = attention.sparse_attention(query, key, value, selection, scale=scaling, causal=False)
+    out: Any = attention.sparse_attention(query, key, value, selection, scale=scaling, causal=False)
     return out.transpose(1, 2), None
 
 
