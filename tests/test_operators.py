@@ -32,13 +32,11 @@ def test_no_output_is_an_input(name: str, device: torch.device) -> None:
 
 MOST = 14
 """Tensors that an operator takes."""
-MORE = {"gossamer::sparse_training_bwd": 16}
-"""The lists of a block in training are seven tensors."""
 
 
 def test_operators_take_few_tensors() -> None:
     counts = {name: sum("Tensor" in str(a.type) for a in operator_of(name)._schema.arguments) for name in registered()}
-    assert {name: count for name, count in counts.items() if count > MOST} == MORE
+    assert {name: count for name, count in counts.items() if count > MOST} == {}
 
 
 FUNCTIONS = pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from gossamer.rowsparse.matmul_path import (
     break_even,
     choose_path,
     dense_is_faster,
-    gather_tile,
     rows_at_once,
 )
 
@@ -94,14 +93,6 @@ def test_break_even(kind: str, m: int, d: int) -> None:
     if m and d and kind == "cuda":
         assert not dense_is_faster(m, 65536, d, 2 * limit, weight)
         assert dense_is_faster(m, 65536, d, 4 * limit, weight)
-
-
-def test_tiles_are_tall_where_programs_are_few() -> None:
-    """By rows, and by how many programs a row is."""
-    assert gather_tile(748, 107, 2) == gather_tile(1, 768, 2) == {"BLOCK_E": 32, "BLOCK_D": 64}
-    assert gather_tile(200, 4096, 4) == gather_tile(256, 2304, 4) == {"BLOCK_E": 16, "BLOCK_D": 32}
-    assert gather_tile(473, 4255, 4) == {"BLOCK_E": 4, "BLOCK_D": 128}
-    assert gather_tile(748, 2304, 2) == gather_tile(2048, 107, 2) == {"BLOCK_E": 4, "BLOCK_D": 256}
 
 
 def test_a_cpu_gathers() -> None:

@@ -85,11 +85,13 @@ class _Sparse(nn.Module):
     def _layer_by_layer(self, x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> Any:
         """The result, with the activity where it is asked for. A returned tensor is seen by the hooks of `fully_shard`
         and by `torch.compile`, which an attribute is not."""
-        active, hidden = gated(self.activation, gate(x), None if up is None else up(x))
+        operator = f"nn.{type(self).__name__}"
+        active, hidden = gated(operator, self.activation, gate(x), None if up is None else up(x))
         return Outputs(down(hidden), Activity.of(active, hidden)) if self.l1 else down(hidden)
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"
+        # A module is shown among the parts.
+        return "" if isinstance(self.activation, nn.Module) else f"activation={self.activation!r}"
 
 
 class GatedMLP(_Sparse):
@@ -177,7 +179,7 @@ class GatedMLP(_Sparse):
         )
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", recompute=True" if self.recompute else "")
+        return ", ".join(filter(None, (super().extra_repr(), "recompute=True" if self.recompute else "")))
 
 
 class MLP(_Sparse):
