@@ -17,7 +17,6 @@ from torch import Tensor
 from benchmarks import tune
 from gossamer.rowsparse.entries import slots_of
 from gossamer.sae._triton import batchtopk
-from gossamer.sae._triton.encode import activate
 
 # M, d_sae, k, dtype, how z is distributed
 SHAPES = [
@@ -70,10 +69,8 @@ def main(shapes: list[tuple[int, int, int, torch.dtype, str]], parts: bool) -> N
     for shape in shapes:
         m, n, k, dtype, how = shape
         z = pre_activations(*shape)
-        # Room for the row with the most entries.
-        capacity = n if "rows" in how or how == "constant" else min(n, max(4 * k, 1024))
         calls: tune.Calls = {
-            "rows": lambda: activate("batch", z, None, None, k, 0.0, capacity, False, None),
+            "rows": lambda: batchtopk.batch_topk(z, None, k, None),
             "found": lambda: batchtopk.find(z, None, k, None, torch.empty(2, m, dtype=torch.int64, device=z.device)),
             "torch.topk": lambda: z.view(-1).topk(k * m),
         }

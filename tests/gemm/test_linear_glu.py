@@ -391,8 +391,24 @@ def test_out(m: int, stacked: bool, dtype: torch.dtype, device: torch.device, ge
     wanted = gemm.linear_glu(**leaves)
     for _ in range(4):
         out.fill_(float("nan"))
+        version = out._version
         assert gemm.linear_glu(**leaves, out=out) is out
+        # What autograd has saved of this memory is another's now.
+        assert out._version > version
         assert torch.equal(out, wanted) and (memory[0] == 7).all() and (memory[-1] == 7).all()
+
+
+@pytest.mark.native
+def test_out_is_refused() -> None:
+    """For tensors of a transform, and for an inference tensor outside inference mode."""
+    with torch.inference_mode():
+        kept = torch.empty(2, 6)
+    with pytest.raises(ValueError, match=r"out must be no inference tensor outside inference mode"):
+        gemm.linear_glu(**OK, out=kept)
+    with torch.inference_mode():
+        assert torch.equal(gemm.linear_glu(**OK, out=kept), gemm.linear_glu(**OK))
+    with pytest.raises(NotImplementedError, match=r"out has no torch\.func\.vmap"):
+        torch.func.vmap(lambda x: gemm.linear_glu(x, W64, W64, out=torch.empty(2, 6)))(torch.ones(3, 2, 4))
 
 
 @pytest.mark.native
@@ -471,6 +487,14 @@ OK = {"x": X4, "gate_weight": W64, "up_weight": W64}
         ({"out": torch.ones(2, 6).half()}, TypeError, r"x and out must have one dtype"),
         ({"out": W64.view(-1)[:12].view(2, 6)}, ValueError, r"out must have memory of its own"),
         ({"out": torch.ones(2, 6).requires_grad_()}, NotImplementedError, r"linear_glu: out has no gradient"),
+        ({"out": "a"}, TypeError, r"out must be a torch.Tensor, got str"),
+        (
+            {"activation": torch.sum},
+            ValueError,
+            r"activation must return the gate's shape \[2, 6\], got \[\]",
+        ),
+        ({"activation": lambda gate: None}, ValueError, r"the gate's shape \[2, 6\], got NoneType"),
+        ({"activation": torch.nn.GELU}, ValueError, r"activation must be one of .*, or a function, got <class"),
         ({"out": torch.ones(2, 6), "activation": torch.tanh}, ValueError, r"out must be None with a function"),
         ({"activation": ["silu"]}, ValueError, r"activation must be one of .* got \['silu'\]"),
         ({"x": X4.to_sparse()}, TypeError, r"x must be a strided tensor, got layout sparse_coo"),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from gossamer import nn
@@ -24,7 +24,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
 
 
 def across(kind: str, device: torch.device, d: int = D, **options: Any) -> nn.CrossLayerTranscoder:
-    """Its parameters are nowhere 0, but for biases that do not train."""
+    """Its parameters are nowhere 0, but for biases that the first layer takes over."""
     torch.manual_seed(0)
     made: list[Any] = []
     for i in range(L):
@@ -35,12 +35,11 @@ def across(kind: str, device: torch.device, d: int = D, **options: Any) -> nn.Cr
         else:
             kinds = {"transcoder": nn.Transcoder, "batchtopk transcoder": nn.BatchTopKTranscoder}
             made.append(kinds[kind](D_IN, d_out, D_SAE, 6, device=device, **options))
-    model = nn.CrossLayerTranscoder(made)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for layer in made:
+            for parameter in layer.parameters():
                 parameter += 0.1 * torch.randn_like(parameter)
-    return model
+    return nn.CrossLayerTranscoder(made)
 
 
 def rows(m: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -75,8 +74,30 @@ def test_transcoders(kind: str, path: str, device: torch.device, generator: torc
         _, grads = dense.compare(model, x, dense.targets(x))
         assert all(grad.any() for grad in grads.values()) and ("W_skip" in grads) == skip
     assert repr(model).startswith(f"{type(model).__name__}(d_in=16, d_out=10, d_sae=96, ")
-    with pytest.raises(ValueError, match=r"nn\.JumpReLUTranscoder: target_l0 = 3 needs an l0_coefficient"):
+    with pytest.raises(
+        ValueError, match=r"nn\.JumpReLUTranscoder: its L0 .* target_l0 = 3\. Give l0_coefficient in its"
+    ):
         nn.JumpReLUTranscoder(4, 4, 8, target_l0=3)
+    assert nn.JumpReLUTranscoder(4, 4, 8, target_l0=3, l0_coefficient=0.1, penalty="quadratic").target_l0 == 3
+    with pytest.raises(ValueError, match=r"nn\.JumpReLUTranscoder: bandwidth must"):
+        nn.JumpReLUTranscoder(4, 4, 8, bandwidth=-1)
+    with pytest.raises(ValueError, match=r"nn\.BatchTopKTranscoder: threshold_rate must"):
+        nn.BatchTopKTranscoder(4, 4, 8, 2, threshold_rate=2)
+    with pytest.raises(TypeError, match=r"Transcoder\.__init__\(\) missing .* 'k'"):
+        nn.BatchTopKTranscoder(4, 4, 8)  # type: ignore[call-arg]
+
+
+def test_biases_become_those_of_the_first_layer(device: torch.device) -> None:
+    made = [nn.Transcoder(4, (3 - i) * 2, 8, 2, device=device) for i in range(3)]
+    for i, layer in enumerate(made):
+        layer.b_dec.data.copy_(torch.arange(len(layer.b_dec)) + 10.0**i)
+    wanted = sum(torch.nn.functional.pad(layer.b_dec.detach(), (6 - len(layer.b_dec), 0)) for layer in made)
+    model = nn.CrossLayerTranscoder(made)
+    torch.testing.assert_close(model.layers[0].b_dec.detach(), wanted)
+    assert not any(layer.b_dec.any() or layer.b_dec.requires_grad for layer in made[1:])
+    y = torch.randn(40, 3, 2, device=device)
+    model.initialize_(y)
+    torch.testing.assert_close(model(torch.zeros(1, 3, 4, device=device))[0].flatten(), model.layers[0].b_dec)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -206,14 +227,23 @@ def test_a_dictionary_that_layers_write_together(kind: str, device: torch.device
         assert recovered(wanted, layer.W_dec) >= 0.9  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", ["batchtopk transcoder", "jumprelu transcoder"])
-def test_circuit_tracer(kind: str, device: torch.device, generator: torch.Generator, tmp_path: Path) -> None:
-    """Its files are read by the library, where it is installed, and compute the same; and by `load_sae`."""
-    x = rows(12, generator)[0]
-    model = across(kind, device, D_IN)
+def saved(kind: str, x: Tensor, folder: Path) -> tuple[Any, Any]:
+    """(a cross-layer transcoder in the folder `clt`, a transcoder in the file `layer_3.safetensors`)"""
+    model = across(kind, x.device, D_IN)
     model.loss(x, x)
     model.eval()
-    nn.save_sae(model, tmp_path / "clt", layout="circuit_tracer")
+    nn.save_sae(model, folder / "clt", layout="circuit_tracer")
+    layer = nn.JumpReLUTranscoder(D_IN, D_IN, D_SAE, skip=True, device=x.device)
+    for parameter in (layer.W_dec, layer.W_skip, layer.b_dec):
+        parameter.data += 0.2 * torch.randn_like(parameter)  # type: ignore[union-attr, arg-type]
+    nn.save_sae(layer, folder / "layer_3.safetensors", layout="circuit_tracer")
+    return model, layer
+
+
+@pytest.mark.parametrize("kind", ["batchtopk transcoder", "jumprelu transcoder"])
+def test_there_and_back(kind: str, device: torch.device, generator: torch.Generator, tmp_path: Path) -> None:
+    x = rows(12, generator)[0]
+    model, layer = saved(kind, x, tmp_path)
     found = {name: t for file in (tmp_path / "clt").iterdir() for name, t in load_file(file).items()}
     names = {"W_enc": (D_SAE, D_IN), "b_enc": (D_SAE,), "b_dec": (D_IN,), "threshold": (D_SAE,)}
     shapes = {f"{name}_{i}": shape for name, shape in names.items() for i in range(L)}
@@ -222,14 +252,16 @@ def test_circuit_tracer(kind: str, device: torch.device, generator: torch.Genera
     again = nn.load_sae(tmp_path / "clt", device=device).eval()
     assert [type(layer) for layer in again.layers] == [nn.JumpReLUTranscoder] * L
     torch.testing.assert_close(again(x), model(x))
-    layer = nn.JumpReLUTranscoder(D_IN, D_IN, D_SAE, skip=True, device=device)
-    for parameter in (layer.W_dec, layer.W_skip, layer.b_dec):
-        parameter.data += 0.2 * torch.randn_like(parameter)  # type: ignore[union-attr, arg-type]
-    file = tmp_path / "layer_3.safetensors"
-    nn.save_sae(layer, file, layout="circuit_tracer")
-    torch.testing.assert_close(nn.load_sae(file, device=device)(x), layer(x))
+    torch.testing.assert_close(nn.load_sae(tmp_path / "layer_3.safetensors", device=device)(x), layer(x))
+
+
+@pytest.mark.parametrize("kind", ["batchtopk transcoder", "jumprelu transcoder"])
+def test_circuit_tracer(kind: str, device: torch.device, generator: torch.Generator, tmp_path: Path) -> None:
+    """The library reads the files, computes the same, and writes files that `load_sae` reads."""
     tracer = pytest.importorskip("circuit_tracer.transcoder.cross_layer_transcoder")
     alone = pytest.importorskip("circuit_tracer.transcoder.single_layer_transcoder")
+    x, file = rows(12, generator)[0], tmp_path / "layer_3.safetensors"
+    model, layer = saved(kind, x, tmp_path)
     for lazy in (False, True):
         options = {"device": torch.device("cpu"), "dtype": torch.float32, "lazy_encoder": lazy, "lazy_decoder": lazy}
         theirs = tracer.load_clt(str(tmp_path / "clt"), **options)
@@ -244,6 +276,51 @@ def test_circuit_tracer(kind: str, device: torch.device, generator: torch.Genera
     theirs.to_safetensors(str(tmp_path / "relu"))
     given = torch.randn(5, 2, 4)
     torch.testing.assert_close(nn.load_sae(tmp_path / "relu")(given), theirs(given.transpose(0, 1)).transpose(0, 1))
+
+
+def test_files_that_do_not_fit(device: torch.device, generator: torch.Generator, tmp_path: Path) -> None:
+    """Errors name them: nothing is read as something else."""
+    x = rows(12, generator)[0]
+    model, layer = saved("jumprelu transcoder", x, tmp_path)
+    two_layers = nn.CrossLayerTranscoder([nn.JumpReLUTranscoder(4, size, 8) for size in (8, 4)])
+    clt, file = tmp_path / "clt", tmp_path / "layer_3.safetensors"
+
+    def refused(path: Path, message: str, error: type[Exception] = ValueError) -> None:
+        with pytest.raises(error, match=message):
+            nn.load_sae(path)
+
+    with pytest.raises(
+        ValueError, match=r"nn\.save_sae: .* holds W_dec_2\.safetensors, of a transcoder with more layers"
+    ):
+        nn.save_sae(two_layers, clt, layout="circuit_tracer")
+    for name in ("W_dec_2", "W_enc_1"):
+        moved = (clt / f"{name}.safetensors").rename(tmp_path / "moved")
+        refused(clt, rf"must hold {name}\.safetensors of a transcoder of 3 layers")
+        moved.rename(clt / f"{name}.safetensors")
+    (clt / "W_enc_3.safetensors").write_bytes((clt / "W_enc_2.safetensors").read_bytes())
+    refused(clt, r"holds W_enc_3\.safetensors, of a transcoder with more layers")
+    (clt / "W_enc_3.safetensors").unlink()
+    nn.save_sae(nn.TopKSAE(8, 8, 2), clt)
+    refused(clt, r"cfg\.json of another lies beside it")
+    nn.save_sae(nn.JumpReLUSAE(8, 8), tmp_path / "square")
+    refused(tmp_path / "square" / "sae_weights.safetensors", r"cfg\.json of another lies beside it. Give the folder")
+    alone = (tmp_path / "square" / "sae_weights.safetensors").rename(tmp_path / "alone.safetensors")
+    refused(alone, r"must hold W_enc \[8, 8\], .* circuit-tracer's layout, got threshold of another layout \[8\]")
+    tensors = load_file(file)
+    for name, changed, message in (
+        ("b_enc", None, r"got b_enc missing"),
+        ("W_enc", tensors["W_enc"].t().contiguous(), r"must hold W_enc \[16, 96\]"),
+        ("activation_function.threshold", -tensors["b_enc"] - 1, "thresholds of at least 0, got -1"),
+    ):
+        wrong = {key: tensor for key, tensor in (tensors | {name: changed}).items() if tensor is not None}
+        save_file(wrong, tmp_path / "wrong.safetensors")
+        refused(tmp_path / "wrong.safetensors", message)
+    with pytest.raises(ValueError, match=r"folder must be a \.safetensors file for one transcoder"):
+        nn.save_sae(layer, tmp_path, layout="circuit_tracer")
+    with pytest.raises(TypeError, match=r'got CrossLayerTranscoder\. Use layout="circuit_tracer"'):
+        nn.save_sae(model, tmp_path / "other")
+    with pytest.raises(TypeError, match=r"nn\.save_sae: model must be a transcoder of gossamer\.nn, got NoneType"):
+        nn.save_sae(None, tmp_path / "other", layout="circuit_tracer")  # type: ignore[arg-type]
 
 
 def test_one_process_of_a_group(device: torch.device, generator: torch.Generator, tmp_path: Path) -> None:
@@ -284,6 +361,10 @@ def two(*sizes: int) -> nn.CrossLayerTranscoder:
         (lambda: nn.CrossLayerTranscoder([]), ValueError, "layers must have a transcoder .* got none"),
         (lambda: nn.CrossLayerTranscoder([nn.TopKSAE(4, 8, 2)]), TypeError, "layers must be transcoders .* TopKSAE"),
         (lambda: two(8, 8), ValueError, r"layers\[1\] must have d_out of 1 layers, where .* 8 of 2, got 8"),
+        (lambda: nn.CrossLayerTranscoder(nn.Transcoder(d, 24 - 4 * d, 8, 2) for d in (4, 5)), ValueError, "d_in = 4"),
+        (lambda: two(8, 4).decode([]), ValueError, "rows must have latents of 2 layers, got 0"),
+        (lambda: two(8, 4)([1, 2]), TypeError, r"nn\.CrossLayerTranscoder: x must be a torch\.Tensor, got list"),
+        (lambda: nn.Crosscoder(nn.TopKSAE(4, 8, 2), 2)("x"), TypeError, r"nn\.Crosscoder: x must be .*, got str"),
         (lambda: two(8, 4)(X[:, :1]), ValueError, r"x must have shape \[..., 2, 4\], got \[3, 1, 4\]"),
         (lambda: two(8, 4).loss(X, X[:2]), ValueError, r"nn\.CrossLayerTranscoder: y must have .* got \[2, 2, 4\]"),
         (lambda: two(8, 4).loss(X, X.int()), TypeError, r"nn\.CrossLayerTranscoder: y must be float"),

@@ -69,6 +69,9 @@ def test_functions_as_activation(device: torch.device) -> None:
             model.l1 = named.l1 = True
             torch.testing.assert_close(model(x).activity, named(x).activity)
     assert set(dict(nn.MLP(8, 24, torch.nn.PReLU()).named_parameters())) > {"activation.weight"}
+    assert repr(nn.GatedMLP(8, 24, torch.nn.PReLU(), recompute=True)).count("PReLU") == 1
+    with pytest.raises(ValueError, match=r"nn\.MLP: activation must return the gate's shape \[3, 24\]"):
+        nn.MLP(8, 24, torch.sum, device=device)(x)
     model = nn.GatedMLP(8, 24, gemm.ClampedSwiGLU(alpha=1.5, limit=0.5), device=device)
     gate, up = model.gate_proj(x).clamp(max=0.5), model.up_proj(x).clamp(-0.5, 0.5)
     wanted = model.down_proj((up + 1) * gate * torch.sigmoid(1.5 * gate))

@@ -38,8 +38,9 @@ def _backward(call: SparseTraining, kept: Any, grads: Any, needs: Any) -> dict[s
     if grad is None:
         grad = call.x.new_zeros(call.x.shape[0], call.down_weight.shape[0])
     penalty = None if penalty is None else penalty.reshape(1)
-    operands: Any = (grad, penalty, *call[:7], *kept, call.squared)
-    dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(*operands))
+    values, columns, rows, hot, hot_values = kept
+    lists = (values, columns, rows, hot, hot_values)
+    dx, gate, up, down, sums = sparse_training_bwd(SparseTrainingBwd(grad, penalty, *call[:7], *lists, call.squared))
     return {
         "x": dx,
         "gate_weight": gate,

@@ -66,7 +66,8 @@ def gated_mlp(
         checks.same_dtype("gemm.gated_mlp", "x", x, **weights)
         _checked.keep(key, name)
     if callable(name):
-        return by_pytorch((x, gate_weight, up_weight, gate_bias, up_bias), name, recompute, down_weight, down_bias)
+        given = (x, gate_weight, up_weight, gate_bias, up_bias)
+        return by_pytorch("gemm.gated_mlp", given, name, recompute, down_weight, down_bias)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if needs_gradient(*operands):
         out = _GatedMLP.apply(flat, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias, name, recompute)

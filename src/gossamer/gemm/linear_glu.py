@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd.graph import increment_version
 from torch.utils.checkpoint import checkpoint
 
 from gossamer._core import autocast, checks
@@ -55,13 +57,14 @@ def linear_glu(
             its own; for a named activation, where no gradient is needed. None makes a new tensor.
 
     Returns:
-        `[..., N]` in the dtype of the weights, differentiable in x, weights and biases; or `out`. Sums and gating are
-        float32 (float64 for float64). The result is rounded once on a GPU with few rows, and by Hopper's kernel; where
-        the library multiplies (docs/gemm.md) its products are rounded before they are gated.
+        `[..., N]` in the dtype of the weights, differentiable in x, weights and biases; or `out`. Sums are float32
+        (float64 for float64), and so is gating by a named activation; PyTorch rounds each step of a function. The
+        result is rounded once on a GPU with few rows, and by Hopper's kernel; where the library multiplies
+        (docs/gemm.md) its products are rounded before they are gated.
 
     Raises:
-        ValueError: shapes or devices do not fit, an unknown activation, or out is not contiguous, shares memory with an
-            operand, or comes with a function as activation.
+        ValueError: shapes or devices do not fit, an unknown activation, a function that returns another shape, or out
+            is not contiguous, shares memory with an operand, or comes with a function as activation.
         TypeError: dtypes differ or are not floating.
         NotImplementedError: out where a gradient is needed.
 
@@ -87,21 +90,26 @@ def linear_glu(
     if out is not None:
         _check_out(operator, out, operands, needed, name)
     if callable(name):
-        return by_pytorch(operands, name, recompute)
+        return by_pytorch(operator, operands, name, recompute)
     flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
     if out is not None:
         _linear_glu_out(LinearGluOut(flat, *operands[1:], name, out.view(flat.shape[0], out.shape[-1])))
+        if not torch.compiler.is_compiling() and not out.is_inference():
+            # Kernels write behind autograd's back.
+            increment_version(out)
         return out
     made = linear_glu_operator(LinearGlu(flat, *operands[1:], name, needed and not recompute))[0]
     return made if x.dim() == 2 else made.view(*x.shape[:-1], made.shape[1])
 
 
-def by_pytorch(operands: Any, activation: Callable[[Tensor], Tensor], recompute: bool, *down: Tensor | None) -> Tensor:
-    """What a function as activation gates, and its product with `down`, a weight and a bias, if they are given."""
+def by_pytorch(
+    operator: str, operands: Any, activation: Callable[[Tensor], Tensor], recompute: bool, *down: Tensor | None
+) -> Tensor:
+    """The gated result of a function as activation, or its product with `down`, a weight and a bias."""
 
     def compute() -> Tensor:
         gate, up = _cpu.products(*operands)
-        hidden = gated(activation, gate, up)[1].to(up.dtype)
+        hidden = gated(operator, activation, gate, up)[1].to(up.dtype)
         return _cpu.linear(hidden, *down) if down else hidden  # type: ignore[arg-type]
 
     return checkpoint(compute, use_reentrant=False) if recompute else compute()
@@ -111,18 +119,24 @@ def _check_out(operator: str, out: Tensor, operands: tuple[Any, ...], needed: bo
     x, gate_weight, up_weight, *_ = operands
     if callable(activation):
         raise ValueError(f"{operator}: out must be None with a function as activation. Copy the result instead.")
+    checks.floating(operator, out=out)
     if needed or out.requires_grad:
         raise NotImplementedError(
             f"{operator}: out has no gradient. Leave it out, or call under torch.no_grad() with an out that needs none."
         )
-    checks.floating(operator, out=out)
     n = gate_weight.shape[0] // (2 if up_weight is None else 1)
     checks.shape(operator, "out", out, (*x.shape[:-1], n), "[..., N]", "like x and the weights")
     checks.same_device(operator, "x", x.device, out=out)
     checks.same_dtype(operator, "x", x, out=out)
     if not out.is_contiguous():
         raise ValueError(f"{operator}: out must be contiguous, got strides {list(out.stride())}.")
-    storage = None if torch.compiler.is_compiling() else out.untyped_storage().data_ptr()
+    if torch.compiler.is_compiling():
+        return
+    if any(t is not None and is_functorch_wrapped_tensor(t) for t in (out, *operands)):
+        raise NotImplementedError(f"{operator}: out has no torch.func.vmap. Leave it out.")
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{operator}: out must be no inference tensor outside inference mode. Clone it.")
+    storage = out.untyped_storage().data_ptr()
     if storage and any(t is not None and t.untyped_storage().data_ptr() == storage for t in operands):
         raise ValueError(f"{operator}: out must have memory of its own, got a view of that of an operand.")
 
@@ -163,7 +177,7 @@ def check_operands(
 
 def activation_name(operator: str, activation: Gate) -> Any:
     """The name of an activation here, or the function itself; ValueError where it is none that a gate may have."""
-    if callable(activation):
+    if callable(activation) and not isinstance(activation, type):
         return activation
     name = ALIASES.get(activation, activation) if isinstance(activation, str) else None
     if name not in GATES:

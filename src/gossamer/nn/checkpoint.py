@@ -111,7 +111,8 @@ def save_sae(model: Model | CrossLayerTranscoder, folder: str | Path, *, layout:
             _write(file, {name: tensor.detach() for name, tensor in found.items()})
         return
     if not isinstance(model, Model):
-        raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.")
+        way = ' Use layout="circuit_tracer".' if isinstance(model, CrossLayerTranscoder) else ""
+        raise TypeError(f"{operator}: model must be an autoencoder of gossamer.nn, got {type(model).__name__}.{way}")
     if model.sharded:
         raise TypeError(f"{operator}: model holds a slice of its latents, by nn.shard_sae. Save model.gathered().")
     if layout not in ("sae_lens", "sparsify"):
@@ -210,8 +211,8 @@ def load_sae(folder: str | Path, *, device: torch.device | str | None = None, dt
     operator = "nn.load_sae"
     folder = Path(folder)
     checks.float_dtype(operator, "dtype", dtype, "Biases and thresholds are float32 at least in any case.")
-    if folder.is_file() or (folder / "W_enc_0.safetensors").is_file():
-        return _circuit_tracer.load(lambda file: _read(operator, file), folder, dtype=dtype, device=device)
+    if folder.is_file() or (folder / _circuit_tracer.FIRST).is_file():
+        return _circuit_tracer.load(operator, lambda file: _read(operator, file), folder, dtype=dtype, device=device)
     there = [name for name in (_SAE_LENS, _SPARSIFY) if (folder / name).is_file()]
     if not there or not (folder / _CONFIG).is_file():
         raise FileNotFoundError(f"{operator}: {folder} must hold {_CONFIG} and {_SAE_LENS} or {_SPARSIFY}.")

@@ -70,7 +70,7 @@ class Crosscoder(torch.nn.Module):
 
     def loss(self, x: Tensor) -> SAELoss:
         """The loss of x `[..., layers, d]`, the sum over layers."""
-        found: Any = self.sae.loss(self._flat(x))
+        found: SAELoss = self.sae.loss(self._flat(x))
         # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.
         fields = [*found[:4], self._by_layer(found.reconstruction), *found[5:]]
         return SAELoss(*fields)
@@ -96,10 +96,11 @@ class CrossLayerTranscoder(torch.nn.Module):
 
     Args:
         layers: `Transcoder`, `BatchTopKTranscoder` or `JumpReLUTranscoder` modules with d_out = (L - i) * d; or slices
-            of them (`shard_sae`). The first holds b_dec of all layers; those of the others are left out of training.
+            of them (`shard_sae`). The first holds b_dec of all layers: those of the others are added to it, and become
+            0 for good.
 
     Raises:
-        ValueError: no layer, or a d_out that does not fit.
+        ValueError: no layer, or a d_in or d_out that does not fit.
         TypeError: another module than a transcoder.
 
     Attributes:
@@ -131,8 +132,16 @@ class CrossLayerTranscoder(torch.nn.Module):
                     f"nn.CrossLayerTranscoder: layers[{i}] must have d_out of {count - i} layers, where layers[0] has "
                     f"{self.layers[0].d_out} of {count}, got {layer.d_out}."
                 )
+            if layer.d_in != self.layers[0].d_in:
+                raise ValueError(
+                    f"nn.CrossLayerTranscoder: layers[{i}] must have d_in = {self.layers[0].d_in} like layers[0], got "
+                    f"{layer.d_in}."
+                )
             if i:
                 layer.b_dec.requires_grad_(False)
+                with torch.no_grad():
+                    self.layers[0].b_dec[-layer.d_out :] += layer.b_dec
+                    layer.b_dec.zero_()
 
     @property
     def d_out(self) -> int:
@@ -145,7 +154,11 @@ class CrossLayerTranscoder(torch.nn.Module):
 
     def decode(self, rows: Sequence[Rows]) -> Tensor:
         """Latents of each layer -> their outputs `[..., L, d]`, without skips."""
-        return self._whole([layer.decode(part) for layer, part in zip(self.layers, rows, strict=True)])
+        if len(rows) != len(self.layers):
+            raise ValueError(
+                f"nn.CrossLayerTranscoder: rows must have latents of {len(self.layers)} layers, got {len(rows)}."
+            )
+        return self._whole([layer.decode(part) for layer, part in zip(self.layers, rows)])
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., L, d_in]` -> reconstruction of y `[..., L, d]`."""
@@ -160,7 +173,7 @@ class CrossLayerTranscoder(torch.nn.Module):
         """
         parts = self._parts(x)
         operator = "nn.CrossLayerTranscoder"
-        checks.floating(operator, x=x, y=y)
+        checks.floating(operator, y=y)
         checks.same_device(operator, "x", x.device, y=y)
         checks.shape(operator, "y", y, (*x.shape[:-1], self.d_out), "[..., L, d]", "with the rows of x")
         found, outputs, l0 = [], [], x.new_zeros((), dtype=torch.float32)
@@ -214,6 +227,7 @@ class _Later(torch.autograd.Function):
 
 
 def _layers(operator: str, name: str, x: Tensor, layers: int, d: int) -> Tensor:
+    checks.floating(operator, **{name: x})
     if x.dim() < 2 or x.shape[-2:] != (layers, d):
         raise ValueError(f"{operator}: {name} must have shape [..., {layers}, {d}], got {list(x.shape)}.")
     return x

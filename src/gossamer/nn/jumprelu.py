@@ -129,23 +129,24 @@ class JumpReLUSAE(SparseAutoencoder):
             self.register_buffer("steering", _recipe.fresh(self._wide, device))
 
     def _check_target(self) -> None:
+        operator = f"nn.{type(self).__name__}"
         if self.penalty not in ("step", "quadratic", "tanh"):
-            raise ValueError(f'nn.JumpReLUSAE: penalty must be "step", "quadratic" or "tanh", got {self.penalty!r}.')
+            raise ValueError(f'{operator}: penalty must be "step", "quadratic" or "tanh", got {self.penalty!r}.')
         if self.target_l0 is None:
             if self.penalty == "quadratic":
-                raise ValueError('nn.JumpReLUSAE: penalty="quadratic" needs a target_l0, got None.')
+                raise ValueError(f'{operator}: penalty="quadratic" needs a target_l0, got None.')
             return
-        checks.number("nn.JumpReLUSAE", "target_l0", self.target_l0, "It is the number of latents a row should have.")
+        checks.number(operator, "target_l0", self.target_l0, "It is the number of latents a row should have.")
         if self.target_l0 > self.d_sae:
-            raise ValueError(f"nn.JumpReLUSAE: target_l0 must be at most d_sae = {self.d_sae}, got {self.target_l0}.")
+            raise ValueError(f"{operator}: target_l0 must be at most d_sae = {self.d_sae}, got {self.target_l0}.")
         if self.l0_coefficient is not None and self.penalty != "quadratic":
             raise ValueError(
-                f"nn.JumpReLUSAE: with a target_l0 the l0_coefficient of penalty={self.penalty!r} is steered, got "
+                f"{operator}: with a target_l0 the l0_coefficient of penalty={self.penalty!r} is steered, got "
                 f"{self.l0_coefficient}. Leave out one of the two."
             )
 
     def _check_numbers(self) -> None:
-        operator = "nn.JumpReLUSAE"
+        operator = f"nn.{type(self).__name__}"
         checks.number(operator, "bandwidth", self.bandwidth, "It is the width of a window.")
         if self.initial_threshold is not None:
             checks.number(operator, "initial_threshold", self.initial_threshold, "Its logarithm is trained.")

@@ -53,6 +53,11 @@ class _Sparse(nn.Module):
         """The path of the last call, by its name in `ffn.gated`; None before the first call without gradients."""
         return self.sparse_block.last_path
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # Settled paths are those of a dtype and a device.
+        self.sparse_block.density.settled.clear()
+        return super()._apply(*args, **kwargs)
+
     def _path(self, x: Tensor) -> str | None:
         """The path of the sparse block, if it is known before anything is looked at; "dense" by plain layers."""
         return None if self.l1 else self.sparse_block.settled(x)
@@ -80,11 +85,13 @@ class _Sparse(nn.Module):
     def _layer_by_layer(self, x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> Any:
         """The result, with the activity where it is asked for. A returned tensor is seen by the hooks of `fully_shard`
         and by `torch.compile`, which an attribute is not."""
-        active, hidden = gated(self.activation, gate(x), None if up is None else up(x))
+        operator = f"nn.{type(self).__name__}"
+        active, hidden = gated(operator, self.activation, gate(x), None if up is None else up(x))
         return Outputs(down(hidden), Activity.of(active, hidden)) if self.l1 else down(hidden)
 
     def extra_repr(self) -> str:
-        return f"activation={self.activation!r}"
+        # A module is shown among the parts.
+        return "" if isinstance(self.activation, nn.Module) else f"activation={self.activation!r}"
 
 
 class GatedMLP(_Sparse):
@@ -172,7 +179,7 @@ class GatedMLP(_Sparse):
         )
 
     def extra_repr(self) -> str:
-        return super().extra_repr() + (", recompute=True" if self.recompute else "")
+        return ", ".join(filter(None, (super().extra_repr(), "recompute=True" if self.recompute else "")))
 
 
 class MLP(_Sparse):

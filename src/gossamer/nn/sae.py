@@ -511,11 +511,12 @@ class BatchTopKSAE(Reviving):
         )  # fmt: skip
         with torch.no_grad():
             self.W_enc.mul_(0.4)
-        checks.number("nn.BatchTopKSAE", "threshold_rate", threshold_rate, "It is the share of one batch.")
+        operator = f"nn.{type(self).__name__}"
+        checks.number(operator, "threshold_rate", threshold_rate, "It is the share of one batch.")
         if threshold_rate > 1:
-            raise ValueError(f"nn.BatchTopKSAE: threshold_rate must be at most 1, got {threshold_rate}.")
+            raise ValueError(f"{operator}: threshold_rate must be at most 1, got {threshold_rate}.")
         if capacity is not None:
-            checks.positive("nn.BatchTopKSAE", "capacity", capacity, "It is the number of slots per row.")
+            checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
         self.threshold_rate, self.capacity = threshold_rate, capacity
         self.register_buffer("threshold", torch.zeros((), dtype=self._wide, device=device))
 

@@ -82,6 +82,9 @@ class Transcoder(Transcoding, Reviving):  # type: ignore[misc]
     torch.Size([3, 6])
     """
 
+    def __init__(self, d_in: int, d_out: int, d_sae: int, k: int, *, skip: bool = False, **options: Any) -> None:
+        super().__init__(d_in, d_out, d_sae, k, skip=skip, **options)
+
 
 class BatchTopKTranscoder(Transcoding, BatchTopKSAE):  # type: ignore[misc]
     """A `Transcoder` that selects latents as `BatchTopKSAE` does: k on average over a batch.
@@ -100,6 +103,9 @@ class BatchTopKTranscoder(Transcoding, BatchTopKSAE):  # type: ignore[misc]
 
     >>> BatchTopKTranscoder(4, 6, 16, k=2).loss(torch.randn(3, 4), torch.randn(3, 6)).loss.backward()
     """
+
+    def __init__(self, d_in: int, d_out: int, d_sae: int, k: int, *, skip: bool = False, **options: Any) -> None:
+        super().__init__(d_in, d_out, d_sae, k, skip=skip, **options)
 
 
 class JumpReLUTranscoder(Transcoding, JumpReLUSAE):  # type: ignore[misc]
@@ -127,7 +133,7 @@ class JumpReLUTranscoder(Transcoding, JumpReLUSAE):  # type: ignore[misc]
     def __init__(self, d_in: int, d_out: int, d_sae: int, *, skip: bool = False, **options: Any) -> None:
         if options.get("target_l0") is not None and options.get("l0_coefficient") is None:
             raise ValueError(
-                f"nn.JumpReLUTranscoder: target_l0 = {options['target_l0']} needs an l0_coefficient, for the L0 of a "
-                "transcoder is not steered."
+                f"nn.JumpReLUTranscoder: its L0 is not steered, got target_l0 = {options['target_l0']}. "
+                'Give l0_coefficient in its place, or both with penalty="quadratic".'
             )
         super().__init__(d_in, d_out, d_sae, skip=skip, **options)

@@ -51,9 +51,14 @@ def linear_glu_out(call: LinearGluOut) -> None:
     call.out.copy_(linear_glu(LinearGlu(*call[:6], False))[0])
 
 
-def gated(activation: str | Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
+def gated(
+    operator: str, activation: str | Callable[[Tensor], Tensor], gate: Tensor, up: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """(activation of the gate, its product with up), by PyTorch's operators."""
     active = (GATES[activation] if isinstance(activation, str) else activation)(gate)
+    if not isinstance(active, Tensor) or active.shape != gate.shape:
+        got = list(active.shape) if isinstance(active, Tensor) else type(active).__name__
+        raise ValueError(f"{operator}: activation must return the gate's shape {list(gate.shape)}, got {got}.")
     if up is None:
         return active, active
     return active, active * (activation.factor(up) if isinstance(activation, ClampedSwiGLU) else up)

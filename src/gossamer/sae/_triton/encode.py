@@ -19,13 +19,11 @@ from gossamer.rowsparse._triton.pack import chunk_columns, row_span, scan_tile
 from gossamer.rowsparse.formats import empty_slots
 from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.select import load_pre
-from gossamer.sae.encode_path import Path, choose_path, named, row_stride
+from gossamer.sae.encode_path import choose_path, named, row_stride
 from gossamer.sae.records import SaeEncode
 
 GROUPS = 128
 """Words of a chunk: half as many as of `pack`, for thresholds take registers."""
-_Entries = tuple[Tensor, Tensor, Tensor, Tensor]
-"""(values, indices, spans, l0)"""
 
 
 @triton.jit
@@ -41,33 +39,25 @@ def activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, N, WINDOW: 
     return out
 
 
-@triton.jit
-def activate_row(
-    z_ptr, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK: tl.constexpr, VEC: tl.constexpr,
-    WINDOW: tl.constexpr,
-):  # fmt: skip
-    """Overwrites a row of z, from column `begin` on and before `end`, by its activation."""
-    z = load_pre(z_ptr, chunk_columns(begin, BLOCK, VEC), end)
-    for start in range(begin, end, BLOCK):
-        columns = chunk_columns(start, BLOCK, VEC)
-        # Ahead of the store, behind which the compiler would leave it.
-        following = load_pre(z_ptr, columns + BLOCK, end)
-        out = activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, end, WINDOW)
-        tl.store(z_ptr + columns, out, mask=columns < end)
-        z = following
-
-
 @launch.kernel
 def _activate_rows_kernel(
     z_ptr, bias_ptr, threshold_ptr, spans_ptr, stride_t, radius, M, N, room, shares, span,
     BLOCK: tl.constexpr, VEC: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """Program (row, share of `span` columns), of rows that overflowed."""
+    """Program (row, share of `span` columns): overwrites rows of z that overflowed by their activation."""
     row = (tl.program_id(0) // shares).to(tl.int64)
     if row_span(spans_ptr, row, M, room)[2]:
         begin = tl.program_id(0) % shares * span
         end = tl.minimum(begin + span, N)
-        activate_row(z_ptr + row * N, bias_ptr, threshold_ptr, stride_t, radius, begin, end, BLOCK, VEC, WINDOW)
+        z_ptr += row * N
+        z = load_pre(z_ptr, chunk_columns(begin, BLOCK, VEC), end)
+        for start in range(begin, end, BLOCK):
+            columns = chunk_columns(start, BLOCK, VEC)
+            # Ahead of the store, behind which the compiler would leave it.
+            following = load_pre(z_ptr, columns + BLOCK, end)
+            out = activated(z, bias_ptr, threshold_ptr, stride_t, radius, columns, end, WINDOW)
+            tl.store(z_ptr + columns, out, mask=columns < end)
+            z = following
 
 
 def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -92,7 +82,16 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             if threshold is not None:
                 # A NaN that stands for all columns would keep these, too.
                 threshold = F.pad(threshold, (0, more))
-        values, indices, spans, l0 = activate(path, z, bias, threshold, k, bandwidth, capacity, n, scale, absolute)
+        if path == "list":
+            values, indices, spans, l0 = _by_threshold(z, Limit(bias, threshold, bandwidth / 2), capacity, n)
+        elif not z.numel():
+            values, indices, spans = empty_slots(z, m, m * k)
+            values, indices, spans = values.zero_(), indices.fill_(-1), spans.zero_()
+            l0 = z.new_zeros(m, dtype=torch.float32)
+        elif path == "topk":
+            values, indices, spans, l0 = select.row_topk(z, bias, k, scale, absolute)
+        else:
+            values, indices, spans, l0 = batchtopk.batch_topk(z, bias, k, scale)
         keeps = path == "list" and capacity is not None and capacity < n
         return values, indices, spans, z[:, :n] if keeps else none, l0
 
@@ -113,34 +112,14 @@ def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, more: float
     return z, bias
 
 
-def activate(
-    path: Path,
-    z: Tensor,
-    bias: Tensor | None,
-    threshold: Tensor | None,
-    k: int,
-    bandwidth: float,
-    capacity: int | None,
-    n: int,
-    scale: Tensor | None,
-    absolute: bool,
-) -> _Entries:
-    """The entries of the pre-activations z [M, N or more] + bias; rows that overflow are activated in place."""
+def _by_threshold(z: Tensor, limit: Limit, capacity: int | None, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(values, indices, spans, l0) of the pre-activations z `[M, n or more]`; rows that overflow are activated."""
     m = z.shape[0]
-    if not z.numel():
-        room = m * k if path != "list" else m * (capacity or 0)
-        values, indices, spans = empty_slots(z, m, room)
-        return values.zero_(), indices.fill_(-1), spans.zero_(), z.new_zeros(m, dtype=torch.float32)
-    if path == "topk":
-        return select.row_topk(z, bias, k, scale, absolute)
-    if path == "batch":
-        return batchtopk.batch_topk(z, bias, k, scale)
-    l0 = (torch.zeros if bandwidth else torch.empty)(m, dtype=torch.float32, device=z.device)
-    limit = Limit(bias, threshold, bandwidth / 2)
+    l0 = (torch.zeros if limit.radius or not z.numel() else torch.empty)(m, dtype=torch.float32, device=z.device)
     if capacity is None:
         return *list_all(z, limit, l0), l0
     values, indices, spans = list_slots(z, capacity, limit, l0)
-    if capacity < n:
+    if capacity < n and z.numel():
         _activate_overflowed(z, limit, spans, m * capacity)
     return values, indices, spans, l0
 
