@@ -25,7 +25,7 @@ pytestmark = [
 # Bytes of stack a kernel may have on sm_90: what ptxas moves there, outside every loop over data, to fit one more
 # program on an SM. Of the first it is four words, read once a row. Of the second it is 13, in its loop too, with which
 # two programs on an SM took 1.88 ms where one took 2.72. Of the third it is eight, outside its loop, with which three
-# took 4.02 ms where two took 4.55. Of the fourth it is 50, in one of its kinds of tile: with a
+# took 4.02 ms where two took 4.55. Of the fourth it is 58, in one of its kinds of tile: with a
 # tenth of 16,384 rows dense both passes of a block took 3.5 ms, with none 2.1, and with all by dense products 4.6.
 STACK = {
     "_triton._row_topk_kernel": 16,
