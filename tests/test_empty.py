@@ -77,6 +77,7 @@ def _gemm(draw: Draw, m: int, n: int, d: int) -> Results:
         yield gemm.linear_glu(x, gate, up, recompute=recompute)
         yield gemm.linear_glu(x, torch.cat([gate, up]), recompute=recompute)
         yield gemm.gated_mlp(x, gate, up, down, recompute=recompute)
+    yield gemm.linear_glu(x.detach(), gate.detach(), up.detach(), out=x.new_empty(m, n))
     more: list[dict[str, Any]] = [{}, {"capacity": 5}]
     for options in more:
         for operands in ((x, gate, W), (x.detach(), gate.detach(), W.detach())):
