@@ -1,11 +1,20 @@
 """The kernels with NVIDIA's own instructions, which the examples leave to the other GPUs' sake, compile as well."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from gossamer.attention._gluon import select_topk as hopper
-from gossamer.attention._triton import candidates, indexer_loss, indexer_scores, key_lists, select_topk, threshold
+from gossamer.attention._triton import (
+    candidates,
+    indexer_loss,
+    indexer_scores,
+    key_lists,
+    select_topk,
+    sparse_decode,
+    threshold,
+)
 from tests import aot
 
 pytestmark = pytest.mark.native
@@ -35,6 +44,19 @@ def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit:
     if target == "sm_90":
         used = aot.resources(compiled)
         assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+
+
+@pytest.mark.parametrize("d, v, chunk, kind", [(128, 128, 0, "fp32"), (576, 256, 32, "fp32"), (576, 512, 64, "bf16")])
+def test_amd_decodes_every_width(d: int, v: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest columns that a program sums fit in the shared memory of gfx942."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    kernel, size = sparse_decode._sparse_decode_parts_kernel, 4 if kind == "fp32" else 2
+    options = {"num_warps": 8 if chunk else 4, "num_stages": sparse_decode.stages_of(chunk, size)}
+    config = sparse_decode.Config(16, 16, 1, 16, 1, d, max(d, v) if not chunk else 512, v, chunk, 0, True)
+    example = aot.complete(kernel, {**sparse_decode.EXAMPLES[kernel], **options, "CONFIG": config})
+    signature = {name: f"*{kind}" if of == "*bf16" else of for name, of in example["signature"].items()}
+    compiled = aot.compile_kernel(kernel, {**example, "signature": signature}, "gfx942")
+    assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["gfx942"]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])
