@@ -15,6 +15,7 @@ from gossamer.attention._triton import (
     sparse_decode,
     threshold,
 )
+from gossamer.attention._triton._products import stages_of
 from tests import aot
 
 pytestmark = pytest.mark.native
@@ -46,15 +47,25 @@ def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit:
         assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
-@pytest.mark.parametrize("d, v, chunk, kind", [(128, 128, 0, "fp32"), (576, 256, 32, "fp32"), (576, 512, 64, "bf16")])
-def test_amd_decodes_every_width(d: int, v: int, chunk: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The widest columns that a program sums fit in the shared memory of gfx942."""
+@pytest.mark.parametrize("name", ["decode", "rows", "keys"])
+@pytest.mark.parametrize("d, v, dtype", [(128, 128, "float32"), (576, 512, "float32"), (576, 512, "bfloat16")])
+def test_rows_fit_amd(name: str, d: int, v: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the shared memory of gfx942, of either width of elements."""
     monkeypatch.setattr(torch.version, "hip", "6.4")
-    kernel, size = sparse_decode._sparse_decode_parts_kernel, 4 if kind == "fp32" else 2
-    options = {"num_warps": 8 if chunk else 4, "num_stages": sparse_decode.stages_of(chunk, size)}
-    config = sparse_decode.Config(16, 16, 1, 16, 1, d, max(d, v) if not chunk else 512, v, chunk, 0, True)
-    example = aot.complete(kernel, {**sparse_decode.EXAMPLES[kernel], **options, "CONFIG": config})
-    signature = {name: f"*{kind}" if of == "*bf16" else of for name, of in example["signature"].items()}
+    x, wide = torch.empty(0, dtype=getattr(torch, dtype)), max(d, v) > 256
+    if name == "decode":
+        kernel = sparse_decode._sparse_decode_parts_kernel
+        chunk, most = (64, 512) if x.element_size() == 2 else (32, 256)
+        config = sparse_decode.Config(16, 16, 1, 16, 1, d, v, min(v, most), chunk if wide else 0, 0, True)
+        own = {"CONFIG": config, "num_warps": 8 if wide else 4, "num_stages": stages_of(1 if wide else 2, x)}
+        own = sparse_decode.EXAMPLES[kernel] | own
+    else:
+        kernel = getattr(indexer_loss, f"_indexer_{name}_kernel")
+        own = {"SIZES": indexer_loss.Sizes(d, v, 1, 4, 64), "num_stages": stages_of(3, x)}
+        own = indexer_loss.EXAMPLES[kernel] | own
+    example = aot.complete(kernel, own)
+    kind = {"float32": "*fp32", "bfloat16": "*bf16"}[dtype]
+    signature = {name: kind if of == "*bf16" else of for name, of in example["signature"].items()}
     compiled = aot.compile_kernel(kernel, {**example, "signature": signature}, "gfx942")
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["gfx942"]
 

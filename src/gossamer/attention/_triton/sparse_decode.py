@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton._products import AS_K, block_of_columns, strided, wide_product
+from gossamer.attention._triton._products import AS_K, block_of_columns, stages_of, strided, wide_product
 from gossamer.attention._triton.key_lists import key_lists, positions, seen, slots_of
 from gossamer.attention.records import SparseAttention
 
@@ -197,11 +197,6 @@ def _sparse_decode_kernel(parts_ptr, out_ptr, lse_ptr, H, Tq, parts, D: tl.const
     tl.store(lse_ptr + token, lse)
 
 
-def stages_of(chunk: int, element_size: int) -> int:
-    """Stages of loads: two of float32 rows take more than the 64 KiB of shared memory of gfx942."""
-    return 1 if chunk or (torch.version.hip and element_size > 2) else 2
-
-
 def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
     """The path "decode" of `sparse_attention` -> (out [B, H, Tq, Dv] in memory as [B, Tq, H, Dv], lse [B, H, Tq])."""
     q, k, v, words, lengths, table, scale, causal, *_ = call
@@ -241,7 +236,7 @@ def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
     args = (q, k, v, parts, read, lists, lengths, table, *sizes, scale)
     page = k.shape[1] if paged else 0
     config = Config(together, h // g, scopes, heads, tq, d, dv, block_v, chunk, page, causal)
-    options = {"num_warps": 8 if chunk else 4, "num_stages": stages_of(chunk, q.element_size())}
+    options = {"num_warps": 8 if chunk else 4, "num_stages": stages_of(1 if chunk else 2, q)}
     _sparse_decode_parts_kernel((cuts, members, b), args, {"CONFIG": config}, **options)
     meta = {"D": dv, "BLOCK": launch.next_power_of_2(cuts)}
     grid = (b * h * tq, launch.cdiv(dv, 256), 1)
