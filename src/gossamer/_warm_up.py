@@ -29,7 +29,9 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
     A block or an autoencoder chooses its path by earlier calls, and so meets other kernels when its mind changes. Each
     path is called here, side by side and then again in this thread, in inference and, where a parameter or an input
     needs a gradient, forward and backward too. The calls run on copies that share the parameters: gradients, statistics
-    and trackers stay as they are. Compiled kernels stay in Triton's cache on disk for later processes.
+    and trackers stay as they are. A function that is no method of a module is called as it is, in a thread and again in
+    this one, so statistics of modules that it uses move. Compiled kernels stay in Triton's cache on disk for later
+    processes.
 
     Args:
         target: a module, patched or of `nn`; a method of one, as `model.loss`; or a function.

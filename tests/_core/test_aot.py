@@ -31,7 +31,7 @@ STACK = {
     "_triton._row_topk_kernel": 16,
     "_triton._sparse_attention_fwd_kernel": 64,
     "_triton._candidates_kernel": 32,
-    "_triton._ffn_train_heavy_bwd_kernel": 200,
+    "_triton._ffn_train_heavy_bwd_kernel": 232,
 }
 KERNELS = aot.examples()
 

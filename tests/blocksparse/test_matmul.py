@@ -460,7 +460,7 @@ def test_tf32_compiles_for_hopper(tile_m: int, listed: bool) -> None:
             signature[name].replace("bf16[64, 64]", f"fp32[64, {width}]").replace("bitwidth=16", "bitwidth=32")
         )
     constexprs = example["constexprs"] | {"BLOCK": (tile_m,) * 3 + (32,), "TRANS": (True, True, True, False, True)}
-    constexprs |= {"TILE": (tile_m, walks.BAND[tile_m]), "LIST": listed}
+    constexprs |= {"TILE": (tile_m, walks.BAND[tile_m], True), "LIST": listed}
     compiled = aot.compile_kernel(kernel, example | {"signature": signature, "constexprs": constexprs}, "sm_90")
     used = aot.resources(compiled)
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["sm_90"]

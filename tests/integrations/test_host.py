@@ -11,13 +11,14 @@ import torch
 from torch import nn
 
 
-def functions(call: Callable[[], Any], warm_up: int = 40) -> int:
-    """The number of Python functions that a call runs after so many others: a tracker knows its density by then."""
+def functions(call: Callable[[], Any], warm_up: int = 40, kind: str = "call") -> int:
+    """The number of Python functions that a call runs after so many others, or with "c_call" of C functions: a tracker
+    knows its density by then."""
     count = 0
 
     def listen(_: Any, event: str, __: Any) -> None:
         nonlocal count
-        count += event == "call"
+        count += event == kind
 
     with torch.no_grad():
         for _ in range(warm_up):
@@ -56,6 +57,48 @@ def test_a_patched_block_runs_few_functions_more(kind: str, sparse: bool) -> Non
     patch(patched, sparse=sparse)
     # That of `patch`, two that look for the path, and for blocks in layers no other.
     assert functions(lambda: patched(x)) <= functions(lambda: plain(x)) + 3
+    assert functions(lambda: patched(x), kind="c_call") <= functions(lambda: plain(x), kind="c_call") + 4
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("rows, calls", [(1, 1), (16, 1), (17, 8)])
+def test_few_rows_are_seldom_counted(rows: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that counts takes the host as long as several others; few rows wait for it."""
+    from gossamer import nn as gossamer_nn
+
+    block = gossamer_nn.MLP(16, 32, activation="relu", method="auto")
+    nn.init.constant_(block.up_proj.weight, 0.1)
+    counted, record = [], block.density.record
+    monkeypatch.setattr(block.density, "record", lambda *given, **named: counted.append(record(*given, **named)))
+    with torch.no_grad():
+        for _ in range(40):
+            block(torch.ones(rows, 16))
+        assert block.last_path == "dense" and block.density.settled
+        counted.clear()
+        for _ in range(256):
+            block(torch.ones(rows, 16))
+    assert len(counted) == calls
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["silu", "relu"])
+def test_a_block_that_is_moved_settles_anew(kind: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    from gossamer.integrations.transformers import patch
+    from gossamer.nn.plain import KEPT
+
+    config = transformers.LlamaConfig(hidden_size=16, intermediate_size=32, hidden_act=kind, num_attention_heads=2)
+    patched = transformers.models.llama.modeling_llama.LlamaMLP(config)
+    nn.init.constant_(patched.gate_proj.weight, 0.1)
+    patch(patched, sparse=True)
+    with torch.no_grad():
+        for _ in range(40):
+            patched(torch.ones(3, 16))
+        known = patched.sparse_block if kind == "relu" else patched.__dict__[KEPT]
+        assert known.settled(torch.ones(3, 16)) == "dense"
+        patched.double()
+        assert not patched.sparse_block.density.settled if kind == "relu" else KEPT not in patched.__dict__
+        assert patched(torch.ones(3, 16, dtype=torch.float64)).dtype is torch.float64
 
 
 @pytest.mark.gpu

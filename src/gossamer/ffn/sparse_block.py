@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.compiler import is_dynamo_compiling
 
 from gossamer._core.ops import listened, needs_gradient
 from gossamer.ffn.activity import Activity
@@ -15,8 +16,6 @@ from gossamer.ffn.block import METHODS, NAMES, Block, run
 from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker
-
-_OPEN: tuple[str | None, int] = None, 1
 
 
 class SparseBlock:
@@ -99,14 +98,15 @@ class SparseBlock:
         """The path of a call with x, if it is without gradients, not compiled, and neither counted nor observed; else
         None. Where it is "dense" a module calls its layers itself, which costs nothing beside a module without this
         block; `again` may compute the others; and where that is None, the block is called."""
-        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+        # One function that calls few others: in a model, where its code is no longer in the caches, each takes long.
+        if type(x) is not Tensor or is_grad_enabled() or is_dynamo_compiling():
             return None
         tracker = self.density
-        path, every = tracker.settled.get((x.numel(), x.dtype, x.device), _OPEN)
-        # One function: in a model, where its code is no longer in the caches, each takes some microseconds.
-        if tracker.looked % every == 0 or self._method != "auto" or self.observer is not None:
+        known = tracker.settled.get(x.numel())
+        if known is None or self._method != "auto" or self.observer is not None or tracker.rows.pinned is not None:
             return None
-        if tracker.rows.pinned is not None or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
+        path, every = known
+        if tracker.looked % every == 0 or (x.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
             return None
         if path == "dense":
             tracker.looked += 1

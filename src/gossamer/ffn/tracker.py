@@ -32,9 +32,9 @@ class BlockTracker:
         last_path: the name of the path last taken, or None.
         repeats: whether the owner repeats launches of few rows without a check, so that they add nothing to the host.
         rows: the `rowsparse.DensityTracker` of the entries of rows, under gradients beside those of hot neurons.
-        settled: the number of elements, dtype and device of each x whose path follows from what is known now -> that
+        settled: the number of elements, or another key, of each x whose path follows from what is known now -> that
             path, and of how many calls one is due. A module that finds its x there, and no call due, adds 1 to
-            `looked`, the number of calls, and needs neither `due` nor `path`.
+            `looked`, the number of calls, and needs neither `due` nor `path`. It clears this where it is moved.
         hot: that of the number of hot neurons, under gradients: "rows" are calls.
 
     Raises:
@@ -68,7 +68,7 @@ class BlockTracker:
         """Adds x to `settled`, if anything is known."""
         # A compiled region looks at nothing that changes from call to call: each look is a guard.
         if not (torch.compiler.is_compiling() or checks.capturing()) and self._seen is not None:
-            self.settled[x.numel(), x.dtype, x.device] = path, every
+            self.settled[x.numel()] = path, every
 
     def due_in_training(self) -> bool:
         """Whether a call with gradients that computes everything counts the entries of some rows: the first few, and

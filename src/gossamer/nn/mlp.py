@@ -53,6 +53,11 @@ class _Sparse(nn.Module):
         """The path of the last call, by its name in `ffn.gated`; None before the first call without gradients."""
         return self.sparse_block.last_path
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # Settled paths are those of a dtype and a device.
+        self.sparse_block.density.settled.clear()
+        return super()._apply(*args, **kwargs)
+
     def _path(self, x: Tensor) -> str | None:
         """The path of the sparse block, if it is known before anything is looked at; "dense" by plain layers."""
         return None if self.l1 else self.sparse_block.settled(x)

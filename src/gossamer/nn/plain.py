@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 from torch._subclasses import FakeTensor
+from torch.compiler import is_dynamo_compiling
 from torch.nn.modules import module as _nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -66,7 +67,7 @@ class _Kept(Generic[Found]):
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], found: Found) -> None:
         self.found, self._parts = found, []
-        self._paths: dict[tuple[Any, ...], str] = {}
+        self._paths: dict[int, str] = {}
         for name in names:
             part = module._modules.get(name)
             own = {"_parameters": {}} if part is None else part.__dict__
@@ -103,15 +104,16 @@ class _Kept(Generic[Found]):
         return found
 
     def settle(self, x: Tensor, path: str) -> None:
-        """Keeps the name of the path that calls with such an x take."""
+        """Keeps the name of the path that calls with so many elements of x take."""
         if len(self._paths) < _MOST:
-            self._paths[x.numel(), x.dtype, x.device] = path
+            self._paths[x.numel()] = path
 
     def settled(self, x: Any) -> str | None:
-        """That name, for a call without gradients that is not compiled; else None. The parts may have changed since."""
-        if torch.compiler.is_dynamo_compiling() or torch.is_grad_enabled() or type(x) is not Tensor:
+        """That name, for a call without gradients that is not compiled; else None. The parts may have changed since:
+        an owner that moves calls `forget_parts`."""
+        if type(x) is not Tensor or is_grad_enabled() or is_dynamo_compiling():
             return None
-        return self._paths.get((x.numel(), x.dtype, x.device))
+        return self._paths.get(x.numel())
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

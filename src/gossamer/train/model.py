@@ -23,7 +23,7 @@ from gossamer.train.config import Config
 
 STD, EPS, THETA = 0.02, 1e-5, 10_000.0
 AGAIN: Any = {"ban_recompute_materialized_backward": False}
-"""Compiled layers compute casts of weights and norms again in the backward pass: 1% of a step, and 6 GiB of 42."""
+"""Compiled layers compute casts of weights and norms again in the backward pass: 2 or 3% of a step, and 6 GiB of 42."""
 
 
 class Outputs(NamedTuple):

@@ -376,9 +376,12 @@ _PARTS = ("hook_sae_acts_pre", "hook_sae_acts_post", "activation_fn")
 
 
 def _faster(self: Any, x: Tensor) -> str:
-    """The path of `choose_path`; in inference one call of eight counts the entries of rows."""
-    state, expected = self._gossamer, _expected(self)
+    """The path of `choose_path`. In inference one call of eight counts the entries of rows, or of 256 where few rows
+    wait for the host: such a call takes it several times as long as the others."""
+    state = self._gossamer
     training, tracker = state.training, state.tracker
+    # Entries of a row, where they are known without looking.
+    expected = int(self.activation_fn.k) if isinstance(self.activation_fn, TopK | BatchTopK) else None
     rows = x.numel() // max(self.W_enc.shape[0], 1)
     # SAELens's dense path takes more passes over the latents than ours, measured on x86. A step in training by such
     # passes took an H200 20.5 ms, and 9.3 ours (`bench nn`).
@@ -390,20 +393,16 @@ def _faster(self: Any, x: Tensor) -> str:
         return choose_path(known, rows, self.W_dec, expected, training=training, times=times)
 
     tracker.rows.check_pinned("sparse", "dense")
-    state.followed = expected is None and (training or tracker.due(8))
+    every = 8 if pays(rows, self.W_dec) else 256
+    state.followed = expected is None and (training or tracker.due(every))
     if training:
         return tracker.rows.path(choose, training=True)
     path = tracker.rows.last_path = tracker.path(
         choose, due=state.followed, key=(rows, expected, self.W_dec.dtype, self.W_dec.device)
     )
     if path == "dense" and (expected is not None or tracker.rows.known(training=False) is not None):
-        settle(self, x, path, 8 * (expected is None))
+        settle(self, x, path, every * (expected is None))
     return path
-
-
-def _expected(self: Any) -> int | None:
-    """How many entries a row has, where that is known without looking."""
-    return int(self.activation_fn.k) if isinstance(self.activation_fn, TopK | BatchTopK) else None
 
 
 def _packed(self: Any, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,8 +46,8 @@ class AttentionReport(Report):
         selections: how many layers select; the others use the selection of one of these.
     """
 
-    parameters: int = field(default=0)
-    selections: int = field(default=0)
+    parameters: int = 0
+    selections: int = 0
 
     def __str__(self) -> str:
         counts = Counter(self.replaced.values())
@@ -131,7 +131,7 @@ def patch_attention(
         for name, module in found.items()
     }
     for name, new in made.items():
-        _put(model, name, new)
+        model.set_submodule(name, new)
     share_selections(model, groups)
     return _report(made, left)
 
@@ -148,7 +148,7 @@ def undo(model: nn.Module) -> bool:
     share_selections(model, {})
     for name, module in found.items():
         weight = module.q_proj.weight
-        _put(model, name, module.replaces.to(weight.device, weight.dtype))
+        model.set_submodule(name, module.replaces.to(weight.device, weight.dtype))
     return bool(found)
 
 
@@ -500,12 +500,9 @@ def register_selection(name: str = "gossamer_selection") -> str:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(name, _attend_to_selection)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(name, _no_mask)
+    # The selection is the mask.
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, lambda *args, **kwargs: None)
     return name
-
-
-def _no_mask(*args: Any, **kwargs: Any) -> None:
-    """The selection is the mask."""
 
 
 def _attend_to_selection(
@@ -559,11 +556,6 @@ def _why_not(module: Any) -> str | None:
     if not module.is_causal or abs(module.scaling * module.head_dim**0.5 - 1) > 1e-6:
         return "it is not causal, or scales its scores by another factor than head_dim ** -0.5"
     return None
-
-
-def _put(model: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, attribute = name.rpartition(".")
-    setattr(model.get_submodule(parent), attribute, module)
 
 
 def _found(operator: str, model: Any) -> dict[str, SparseSelfAttention]:

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 
 from gossamer.ffn.block import NAMES
 from gossamer.gemm.linear_glu import ALIASES, GATES
-from gossamer.nn.plain import hooked, why_called
+from gossamer.nn.plain import any_hook, why_called
 
 
 class Layout(NamedTuple):
@@ -164,13 +164,10 @@ def why_not_fused(module: nn.Module, layout: Layout) -> str | None:
     if activation_of(module, layout) is None:
         kind = type(module._modules.get(layout.activation))
         return f"its activation is {kind.__module__}.{kind.__qualname__}, which linear_glu does not have"
-    if hooked(module._modules.get(layout.activation) or _NO_MODULE):
+    if any_hook(module._modules.get(layout.activation)):
         return f"{layout.activation} has a hook"
     dropout: Any = getattr(module, layout.dropout, None) if layout.dropout else 0.0
     return None if type(dropout) in (nn.Dropout, float, int) else f"{layout.dropout} is not a plain nn.Dropout"
-
-
-_NO_MODULE = nn.Identity()
 
 
 def why_not_sparse(module: nn.Module, layout: Layout) -> str | None:
@@ -187,8 +184,7 @@ def why_not_sparse(module: nn.Module, layout: Layout) -> str | None:
     if gate.weight.dtype != down.weight.dtype:
         # Some T5 models keep this layer in float32.
         return f"{layout.gate} is {gate.weight.dtype} and {layout.down} is {down.weight.dtype}"
-    dropout = module._modules.get(layout.dropout)
-    return f"{layout.dropout} has a hook" if dropout is not None and hooked(dropout) else None
+    return f"{layout.dropout} has a hook" if any_hook(module._modules.get(layout.dropout)) else None
 
 
 def drops_out(module: nn.Module, layout: Layout) -> bool:

@@ -183,6 +183,14 @@ class _Patched(nn.Module):
         # The class is found under no name, for its own is that of the class that it had.
         return _rebuild, self._gossamer, self.__getstate__()
 
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # Settled paths are those of a dtype and a device.
+        forget_parts(self)
+        block: SparseBlock | None = self.__dict__.get("sparse_block")
+        if block is not None:
+            block.density.settled.clear()
+        return super()._apply(*args, **kwargs)
+
 
 @functools.cache
 def _patched(kind: Any, recompute: bool) -> type[nn.Module]:
@@ -196,18 +204,17 @@ def _patched(kind: Any, recompute: bool) -> type[nn.Module]:
 
 def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[..., Any]:
     """The forward of a module that is a block and nothing else."""
-    argument = list(inspect.signature(kind.forward).parameters)[1]
+    argument, plain = list(inspect.signature(kind.forward).parameters)[1], kind.forward
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Tensor:
         own = self.__dict__
         # In a model each step of the host takes several times as long as in a loop that calls one block, for its code
         # has left the caches; so a call whose path is known asks little.
-        known = own.get("sparse_block") or own.get(KEPT)
-        if known is not None and len(args) == 1 and not kwargs and (path := known.settled(args[0])) is not None:
+        known = own["sparse_block"] if "sparse_block" in own else own.get(KEPT)
+        if known is not None and args and not kwargs and (path := known.settled(args[0])) is not None:
             if path == "dense":
-                return kind.forward(self, args[0])
-            out = _again(self, args[0], layout, path)
-            if out is not None:
+                return plain(self, *args)
+            if len(args) == 1 and (out := _again(self, args[0], layout, path)) is not None:
                 return out
         given = (*args, *kwargs.values())
         # A call that the class refuses is left to it, too.
@@ -245,7 +252,7 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
             return kind.forward(self, *args, **kwargs)
         kept = not torch.is_grad_enabled() or self.sparse_block.keeps_activity
         if kept and not drops_out(self, layout):
-            return kind.forward(_View(self, layout, functools.partial(_run, able=able), _same), *args, **kwargs)
+            return kind.forward(_View(self, layout, functools.partial(_run, able=able), lambda x: x), *args, **kwargs)
         if self.sparse_block.observer is None:
             return kind.forward(self, *args, **kwargs)
         return kind.forward(_View(self, layout, _observed), *args, **kwargs)
@@ -292,10 +299,6 @@ class _View:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
-
-
-def _same(x: Tensor) -> Tensor:
-    return x
 
 
 def _rebuild(kind: Any, recompute: bool) -> nn.Module:
