@@ -61,7 +61,6 @@ def test_mask_and_bias_in_two_forms(dtype: torch.dtype, device: torch.device) ->
         attention(*given[:3], layout, mask=mask_blocks, bias=bias.repeat(1, 2, 1, 1))
 
 
-@pytest.mark.kernels
 @pytest.mark.parametrize("masked", [False, True])
 def test_nan_behind_a_length_spoils_no_gradient(masked: bool, dtype: torch.dtype, device: torch.device) -> None:
     """NaN in the gradients of queries that meet no key: of both results behind a length, of the log-sum-exp where a
