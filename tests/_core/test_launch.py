@@ -42,6 +42,18 @@ def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     assert counters.get(5, cpu).data_ptr() not in places
 
 
+def test_streams_share_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stream that has not waited for another might read the other's before they are zero."""
+    stream, cpu = [7], torch.device("cpu")
+    monkeypatch.setattr(launch, "_blank", {})
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
+    first = launch.zeros(4, cpu)
+    assert launch.zeros(4, cpu) is first and launch.zeros(8, cpu) is not first and not first.any()
+    stream[0] = 8
+    assert launch.zeros(4, cpu) is not first
+
+
 @triton.jit(do_not_specialize=["count_ptr", "epoch"], do_not_specialize_on_alignment=[2])
 def _counted_kernel(x_ptr, count_ptr, more_ptr, out_ptr, epoch, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)

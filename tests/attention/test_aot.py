@@ -1,11 +1,21 @@
 """The kernels with NVIDIA's own instructions, which the examples leave to the other GPUs' sake, compile as well."""
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
 from gossamer.attention._gluon import select_topk as hopper
-from gossamer.attention._triton import candidates, indexer_loss, indexer_scores, key_lists, select_topk, threshold
+from gossamer.attention._triton import (
+    candidates,
+    indexer_loss,
+    indexer_scores,
+    key_lists,
+    select_topk,
+    sparse_decode,
+    threshold,
+)
+from gossamer.attention._triton._products import stages_of
 from tests import aot
 
 pytestmark = pytest.mark.native
@@ -35,6 +45,29 @@ def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit:
     if target == "sm_90":
         used = aot.resources(compiled)
         assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+
+
+@pytest.mark.parametrize("name", ["decode", "rows", "keys"])
+@pytest.mark.parametrize("d, v, dtype", [(128, 128, "float32"), (576, 512, "float32"), (576, 512, "bfloat16")])
+def test_rows_fit_amd(name: str, d: int, v: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the shared memory of gfx942, of either width of elements."""
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    x, wide = torch.empty(0, dtype=getattr(torch, dtype)), max(d, v) > 256
+    if name == "decode":
+        kernel = sparse_decode._sparse_decode_parts_kernel
+        chunk, most = (64, 512) if x.element_size() == 2 else (32, 256)
+        config = sparse_decode.Config(16, 16, 1, 16, 1, d, v, min(v, most), chunk if wide else 0, 0, True)
+        own = {"CONFIG": config, "num_warps": 8 if wide else 4, "num_stages": stages_of(1 if wide else 2, x)}
+        own = sparse_decode.EXAMPLES[kernel] | own
+    else:
+        kernel = getattr(indexer_loss, f"_indexer_{name}_kernel")
+        own = {"SIZES": indexer_loss.Sizes(d, v, 1, 4, 64), "num_stages": stages_of(3, x)}
+        own = indexer_loss.EXAMPLES[kernel] | own
+    example = aot.complete(kernel, own)
+    kind = {"float32": "*fp32", "bfloat16": "*bf16"}[dtype]
+    signature = {name: kind if of == "*bf16" else of for name, of in example["signature"].items()}
+    compiled = aot.compile_kernel(kernel, {**example, "signature": signature}, "gfx942")
+    assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["gfx942"]
 
 
 @pytest.mark.parametrize("target", ["sm_80", "sm_90"])

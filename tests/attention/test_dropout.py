@@ -138,7 +138,11 @@ def test_share_that_is_kept() -> None:
     [
         ({"dropout": 1.0}, ValueError, "dropout must be a float of at least 0 and below 1, .* got 1.0"),
         ({"dropout": -0.1}, ValueError, "dropout must be a float of at least 0 and below 1, .* got -0.1"),
-        ({"seed": torch.ones(1)}, TypeError, "seed must be an int, or an int64 tensor of one element, got float32"),
+        (
+            {"seed": torch.ones(1)},
+            TypeError,
+            "seed must be an int in .*, or an int64 tensor of one element, got float32",
+        ),
         ({"path": "decode"}, ValueError, "decode with at most 16 queries and without dropout, got 'decode' with 3"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

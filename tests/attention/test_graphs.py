@@ -13,6 +13,7 @@ from gossamer.attention import (
     sparse_attention,
 )
 from gossamer.attention.rotary_gates import rotary_gates
+from gossamer.blocksparse import Layout, attention
 from tests.attention.graphs import check_replays
 
 pytestmark = pytest.mark.gpu
@@ -99,3 +100,33 @@ def test_rotary_gates(device: torch.device) -> None:
         return (*(x.detach() for x in made), *torch.autograd.grad(sum(x.square().sum() for x in made), y))
 
     check_replays(call, (y,))
+
+
+@pytest.mark.parametrize("operator", ["sparse_attention", "blocksparse.attention"])
+@torch.no_grad()
+def test_dropout(operator: str, device: torch.device) -> None:
+    """Without a seed each replay drops other probabilities, and with an int the same ones."""
+    q, k, v = (torch.randn(2, 2, 128, 32, device=device) for _ in range(3))
+    layout = Layout.from_mask(torch.ones(2, 2, dtype=torch.bool, device=device), 64)
+    selection = Selection.from_mask(torch.ones(2, 128, 128, dtype=torch.bool, device=device))
+
+    def run(seed: int | None) -> Tensor:
+        if operator == "sparse_attention":
+            return sparse_attention(q, k, v, selection, dropout=0.5, seed=seed)
+        return attention(q, k, v, layout, dropout=0.5, seed=seed)
+
+    for seed in (None, 7):
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            eager = run(seed)
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = run(seed)
+        replays = []
+        for _ in range(2):
+            graph.replay()
+            replays.append(out.clone())
+        assert torch.equal(*replays) == (seed is not None)
+        assert torch.equal(replays[0], eager) == (seed is not None)

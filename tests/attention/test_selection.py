@@ -1,6 +1,7 @@
 """`Selection` against dense masks."""
 
 import io
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 from torch.utils import _pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer._core.ops import INTERPRET
 from gossamer.attention import AdaptiveK, Selection
@@ -75,6 +77,26 @@ def test_flex_attention_sees_the_same_keys(scopes: int, block_size: int, device:
         held = torch.arange(columns) < nums[..., None].cpu()
         got = torch.zeros_like(wanted).scatter_(3, found.cpu().long(), held)
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.native
+def test_a_block_mask_takes_little_memory() -> None:
+    """No tensor on the way has a number for each of the 2^26 pairs."""
+
+    class Largest(TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            made = [x.nbytes for x in _pytree.tree_leaves(out) if isinstance(x, Tensor)]
+            self.seen = max(self.seen, *made, 0)
+            return out
+
+    t = 8192
+    selection = Selection(torch.ones(1, 1, t // 64, t, dtype=torch.int64), t)
+    with Largest() as largest:
+        selection.to_block_mask()
+    assert 0 < largest.seen <= selection.words.nbytes
 
 
 @pytest.mark.native

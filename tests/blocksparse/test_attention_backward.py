@@ -1,7 +1,9 @@
 """Gradients of `blocksparse.attention`: of masks and biases in either form, and what holds for all of them."""
 
 import itertools
+import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -57,6 +59,24 @@ def test_mask_and_bias_in_two_forms(dtype: torch.dtype, device: torch.device) ->
     torch.testing.assert_close(ours, theirs)
     with pytest.raises(ValueError, match=r"bias.s leading dimensions must broadcast to those of layout"):
         attention(*given[:3], layout, mask=mask_blocks, bias=bias.repeat(1, 2, 1, 1))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_nan_behind_a_length_spoils_no_gradient(masked: bool, dtype: torch.dtype, device: torch.device) -> None:
+    """NaN in the gradients of queries that meet no key: of both results behind a length, of the log-sum-exp where a
+    mask leaves out every key."""
+    q, k, v, grad, layout = problem(device, dtype, (), (64, 64), (128, 128), (2, 1), 64, density=1)
+    lengths, rows = torch.tensor([128, 90], device=device), torch.arange(128, device=device)[:, None]
+    given: dict[str, Any] = {"mask": rows.expand(128, 128) != 3} if masked else {"lengths": lengths}
+    alone = (rows[:, 0] == 3).expand(2, 2, 128) if masked else (lengths[:, None] <= rows.T)[:, None].expand(2, 2, 128)
+    leaves, results = [x.requires_grad_() for x in (q, k, v)], []
+    for fill in (0, math.nan):
+        out, lse = attention(*leaves, layout, causal=True, return_lse=True, **given)
+        of_out = grad.masked_fill(alone[..., None], 0 if masked else fill)
+        of_lse = torch.ones_like(lse).masked_fill(alone, fill)
+        results.append(torch.autograd.grad((out, lse), leaves, (of_out, of_lse)))
+    for got, wanted in zip(results[1], results[0]):
+        assert torch.equal(got, wanted)
 
 
 @pytest.mark.native

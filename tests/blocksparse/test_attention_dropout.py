@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, adapt, attention, from_dense
+from gossamer.blocksparse import BlockSparseTensor, Layout, adapt, attention, from_dense, repeat, sliding_window
+from gossamer.blocksparse.records import BlocksparseAttention
 from gossamer.testing import dropout_mask
 from tests.blocksparse.attention_oracle import elements, problem
 
@@ -67,8 +68,43 @@ def test_one_seed(device: torch.device) -> None:
     kept = dropout_mask(0.5, 7, (2, 2, 32, 2048), device)
     wanted = dense(q, k, v, elements(layout, 2, 2), None, kept, 0.5, 0.25)
     torch.testing.assert_close(run(7), wanted, rtol=1e-4, atol=1e-5)
-    with pytest.raises(ValueError, match=r"blocksparse.attention: dropout must be a float .* got 1"):
-        attention(q, k, v, layout, dropout=1)
+    # Of each 2^31 weights one is kept, and the factor of that one is finite.
+    assert bool(attention(q, k, v, layout, dropout=1 - 1e-12, seed=7).isfinite().all())
+    kept = dropout_mask(0.9999, 7, (2, 2, 32, 2048), device)
+    wanted = dense(q, k, v, elements(layout, 2, 2), None, kept, 0.9999, 0.25)
+    torch.testing.assert_close(attention(q, k, v, layout, dropout=0.9999, seed=7), wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.kernels
+def test_values_of_dropout_share_kernels(device: torch.device) -> None:
+    from gossamer.blocksparse._triton.attention import operands, tile_of
+
+    q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (32, 32), (2, 2), 16, density=1)
+    seed, given = torch.tensor([7], device=device), (layout.buffer, layout.form, (0, 0), False, 1.0)
+    calls = [BlocksparseAttention(q, k, v, *(None,) * 4, *given, drop, seed) for drop in (1, 2)]
+    assert len({operands(call, tile_of).config for call in calls}) == 1
+
+
+@pytest.mark.native
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"dropout": 1}, ValueError, r"dropout must be a float .* got 1. Give a probability such as 0.1, or 0.0"),
+        ({"dropout": True}, ValueError, r"dropout must be a float .* got True. Give a probability"),
+        ({"seed": 1.5}, TypeError, r"seed must be an int in .* got float. Give None to have one drawn"),
+        ({"seed": True}, TypeError, r"seed must be an int in .* got bool"),
+        ({"seed": 1 << 63}, ValueError, r"seed must be an int in .* got 9223372036854775808. Take it modulo 2\^63"),
+        ({"seed": -(1 << 63) - 1}, ValueError, r"seed must be an int in \[-2\^63, 2\^63\)"),
+        ({"seed": torch.ones(1)}, TypeError, r"seed must be .* got float32 \[1\]. Use torch.tensor\(\[n\]\)"),
+    ],
+    ids=str,
+)
+def test_errors(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    q, layout = torch.ones(1, 1, 16, 8), Layout.from_mask(torch.ones(1, 1).bool(), 16)
+    with pytest.raises(error, match=f"blocksparse.attention: {message}"):
+        attention(q, q, q, layout, **given)
+    for seed in (-(1 << 63), (1 << 63) - 1):
+        assert attention(q, q, q, layout, dropout=0.5, seed=seed).shape == q.shape
 
 
 def test_mask_and_bias_of_other_layouts(device: torch.device) -> None:
@@ -83,3 +119,32 @@ def test_mask_and_bias_of_other_layouts(device: torch.device) -> None:
     torch.testing.assert_close(out, wanted)
     (got,) = torch.autograd.grad(out.square().sum(), values, retain_graph=True)
     assert bool((got != 0).any())
+
+
+def test_mask_and_bias_of_a_pattern(device: torch.device) -> None:
+    """Elements that the pattern of their layout leaves out are absent, whatever their values hold."""
+    q, k, v, _, layout = problem(device, torch.float32, (), (32, 32), (64, 64), (2, 2), 16, density=1)
+    other = sliding_window((64, 64), 16, (10, 5))
+    inside, shape = other.element_mask(), (other.capacity, 16, 16)
+    mask = BlockSparseTensor(torch.ones(shape, dtype=torch.bool, device=device), other)
+    torch.testing.assert_close(attention(q, k, v, layout, mask=mask), attention(q, k, v, layout, mask=inside))
+    values = torch.randn(shape, device=device).requires_grad_()
+    dense = torch.where(inside, BlockSparseTensor(values.detach(), other).to_dense(), 0).requires_grad_()
+    out = attention(q, k, v, layout, bias=BlockSparseTensor(values, other))
+    wanted = attention(q, k, v, layout, bias=dense)
+    torch.testing.assert_close(out, wanted)
+    (got,), (exact,) = (torch.autograd.grad(x.square().sum(), y) for x, y in ((out, values), (wanted, dense)))
+    exact = from_dense(torch.where(inside, exact, 0), other).values
+    torch.testing.assert_close(got, exact, rtol=1e-4, atol=1e-5)
+
+
+def test_mask_of_other_matrices(device: torch.device) -> None:
+    """The error names ways out, and both give what a dense mask gives."""
+    q, k, v, _, layout = problem(device, torch.float32, (2,), (32, 32), (64, 64), (2, 2), 16, density=1)
+    mask = from_dense(torch.rand(64, 64, device=device) < 0.7, Layout.from_mask(torch.ones(4, 4).bool(), 16).to(device))
+    with pytest.raises(
+        ValueError, match=r"mask must be of \[2, 64, 64\] .* with blocksparse.repeat, or give mask dense"
+    ):
+        attention(q, k, v, layout, mask=mask)
+    wanted = attention(q, k, v, layout, mask=mask.to_dense())
+    torch.testing.assert_close(attention(q, k, v, layout, mask=repeat(mask, (2, 1, 1))), wanted)

@@ -1,6 +1,7 @@
 """Relative positions in `blocksparse.attention`, against dense float64."""
 
 import io
+import math
 
 import pytest
 import torch
@@ -41,6 +42,23 @@ def test_plain_load_reads_a_term(device: torch.device) -> None:
     file.seek(0)
     loaded = torch.load(file, weights_only=True)
     assert torch.equal(loaded.table, term.table) and loaded.clip == term.clip
+
+
+def test_queries_behind_their_length_do_not_reach_the_table(device: torch.device) -> None:
+    """In a causal call they may hold anything, NaN included."""
+    q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (64, 64), (2, 2), 16, density=1)
+    table, places = torch.randn(2, 9, 16, device=device, requires_grad=True), torch.arange(64, device=device)
+    lengths = torch.full((len(q),), 64, device=device)
+    lengths[-1] = 40
+    behind = (torch.arange(64, device=device) >= lengths[:, None])[:, None, :, None]
+    results = []
+    for filled in (0, math.nan):
+        x = q.masked_fill(behind, filled).requires_grad_()
+        relative = Relative(table, places, places)
+        out = attention(x, k, v, layout, relative=relative, causal=True, lengths=lengths)
+        results.append((out, *torch.autograd.grad(out.square().sum(), (x, table))))
+    for got, wanted in zip(results[1], results[0]):
+        torch.testing.assert_close(got, wanted)
 
 
 def test_errors_of_relative() -> None:

@@ -410,6 +410,10 @@ def test_merged_projections(tokens: int, device: torch.device, monkeypatch: pyte
         other.load_state_dict(module.state_dict())
         torch.testing.assert_close(other(x), changed)
         torch.testing.assert_close(module.double().float()(x), changed)
+    module.v_proj.half()
+    with pytest.raises(TypeError, match=r"merge_projections: layers must have one dtype, got float16, float32\. "):
+        module.merge_projections()
+    assert module.v_proj.weight.dtype is torch.float16
     module.q_proj = torch.nn.Sequential(module.q_proj)
     with pytest.raises(TypeError, match=r"merge_projections: layers must be plain nn\.Linear, but q_proj is"):
         module.merge_projections()

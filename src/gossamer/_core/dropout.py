@@ -22,26 +22,36 @@ def settled(
 
     A seed of None is drawn from PyTorch's generator of the device.
     """
+    if seed is not None:
+        _check_seed(operator, seed, device)
     if dropout == 0 and not isinstance(dropout, bool):
         return 0, None
     if not isinstance(dropout, float) or not 0 < dropout < 1:
         raise ValueError(
             f"{operator}: dropout must be a float of at least 0 and below 1, the probability that an entry is dropped, "
-            f"got {dropout!r}."
+            f"got {dropout!r}. Give a probability such as 0.1, or 0.0 to drop none."
         )
     if seed is None:
         seed = torch.randint(1 << 62, (1,), dtype=torch.int64, device=device)
     elif isinstance(seed, Tensor):
-        checks.same_device(operator, "q", device, seed=seed)
-        if seed.dtype is not torch.int64 or seed.numel() != 1:
-            raise TypeError(
-                f"{operator}: seed must be an int, or an int64 tensor of one element, got "
-                f"{checks.name_of(seed.dtype)} {list(seed.shape)}."
-            )
         seed = seed.detach().reshape(1)
     else:
         seed = torch.full((1,), seed, dtype=torch.int64, device=device)
-    return round(dropout * (1 << 31)), seed
+    return min(round(dropout * (1 << 31)), (1 << 31) - 1), seed
+
+
+def _check_seed(operator: str, seed: Any, device: torch.device) -> None:
+    rule = f"{operator}: seed must be an int in [-2^63, 2^63), or an int64 tensor of one element"
+    if isinstance(seed, Tensor):
+        checks.same_device(operator, "q", device, seed=seed)
+        if seed.dtype is not torch.int64 or seed.numel() != 1:
+            raise TypeError(
+                f"{rule}, got {checks.name_of(seed.dtype)} {list(seed.shape)}. Use torch.tensor([n]) of an int n."
+            )
+    elif not isinstance(seed, int | torch.SymInt) or isinstance(seed, bool):
+        raise TypeError(f"{rule}, got {type(seed).__name__}. Give None to have one drawn.")
+    elif not -(1 << 63) <= seed < 1 << 63:
+        raise ValueError(f"{rule}, got {seed}. Take it modulo 2^63.")
 
 
 def kept(seed: Tensor, pair: Any, query: Tensor, key: Tensor, drop: int) -> Tensor:

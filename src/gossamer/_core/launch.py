@@ -351,22 +351,22 @@ class Counters:
         return buffer
 
 
-_blank: dict[tuple[int, torch.device], Tensor] = {}
+_blank: dict[tuple[int, torch.device, int], Tensor] = {}
 
 
 def zeros(words: int, device: torch.device) -> Tensor:
-    """int32 zeros that no kernel writes."""
+    """int32 zeros that no kernel writes. Each stream has its own, since no stream waits for another to zero them."""
     return _recorded(_zeros, words, device)
 
 
 def _zeros(words: int, device: torch.device) -> Tensor:
-    kept = _blank.get((words, device))
-    if kept is None:
-        kept = torch.zeros(words, dtype=torch.int32, device=device)
-        # Memory of a graph is zero only when the graph is replayed.
-        if not in_graph_pool(device):
-            _blank[words, device] = kept
-    return kept
+    # Memory of a graph is zero only when the graph is replayed.
+    if in_graph_pool(device):
+        return torch.zeros(words, dtype=torch.int32, device=device)
+    key = (words, device, torch._C._cuda_getCurrentRawStream(device.index))
+    if key not in _blank:
+        _blank[key] = torch.zeros(words, dtype=torch.int32, device=device)
+    return _blank[key]
 
 
 class Scratch:

@@ -23,5 +23,6 @@ def dropout_weights(seed_ptr, pair, query, key, drop):
         c2, c3 = tl.umulhi(a + before * 0, before) ^ c3 ^ k1, a * before
         k0 += 0x9E3779B9
         k1 += 0xBB67AE85
+    # The difference of integers keeps the digits that 1 - p would lose.
     kept = (c0 >> 1).to(tl.int32) >= drop
-    return tl.where(kept, 1.0 / (1.0 - drop * 4.656612873077393e-10), 0.0)
+    return tl.where(kept, 2147483648.0 / (2147483647 - drop + 1.0), 0.0)

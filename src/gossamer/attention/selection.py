@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask
+from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils import _pytree
 
 from gossamer._core import checks
@@ -179,13 +179,17 @@ class Selection:
             raise ValueError(
                 f"attention.Selection.to_block_mask: block_size must be a multiple of {QUERIES}, got {block_size}."
             )
-        words, (batch, scopes, _, tk) = self.words, self.words.shape
+        words, scopes = self.words, self.words.shape[1]
         heads = scopes if scopes > 1 else None
 
         def takes(b: Tensor, h: Tensor, q: Tensor, j: Tensor) -> Tensor:
             return (words[b, h if heads else 0, q // QUERIES, j] >> (q % QUERIES)) & 1 != 0
 
-        return create_block_mask(takes, batch, heads, self.num_queries, tk, str(self.device), block_size)
+        # create_block_mask would make the whole mask, 16 bytes a pair.
+        partial, full = _blocks(self, block_size)
+        sizes = (self.num_queries, self.num_keys)
+        listed = (*_ordered(partial), *_ordered(full))
+        return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=block_size, mask_mod=takes, seq_lengths=sizes)
 
     @classmethod
     def from_block_mask(cls, block_mask: BlockMask) -> Selection:
@@ -223,6 +227,21 @@ def everything(batch: int, num_queries: int, num_keys: int, device: torch.device
     if num_queries % QUERIES:
         words[:, :, -1] = (1 << num_queries % QUERIES) - 1
     return Selection(words, num_queries)
+
+
+def _blocks(selection: Selection, size: int) -> tuple[Tensor, Tensor]:
+    """(blocks with some pairs taken, blocks with all): bool `[B, S, ceil(Tq / size), ceil(Tk / size)]`."""
+    padding = (0, -selection.num_keys % size, 0, -selection.words.shape[2] % (size // QUERIES))
+    words = torch.nn.functional.pad(selection.words, padding)
+    words = words.unflatten(3, (-1, size)).unflatten(2, (-1, size // QUERIES))
+    full = (words == -1).all(5).all(3)
+    return (words != 0).any(5).any(3) & ~full, full
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """(how many of each row are set, their columns first and ascending), as FlexAttention has them."""
+    order = torch.argsort((~blocks).to(torch.int8), dim=-1, stable=True)
+    return blocks.sum(-1).int(), order.int()
 
 
 def _dense_blocks(counts: Tensor, indices: Tensor, block_mask: BlockMask) -> Tensor:

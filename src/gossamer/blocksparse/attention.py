@@ -59,7 +59,7 @@ def attention(
             A layout with fewer matrices is shared, not copied. Its `capacity` may be larger than its count; one that
             overflowed gives NaN.
         mask: bool, True takes part: dense, broadcasting to `[B, H, Tq, Tk]`, or a `BlockSparseTensor` of this layout or
-            another of its shape, whose absent blocks are False, and in a bias 0.
+            another of its shape, whose absent blocks and elements are False, and in a bias 0.
             Where one of mask and bias is dense and the other holds blocks, the layout's blocks of the dense one are
             taken.
         bias: added to the scores, float, differentiable, in the same two forms; on the GPU it is read in its dtype.
@@ -102,7 +102,7 @@ def attention(
                 " Convert with .to(q.dtype)."
             )
         given = None if lengths is None else lengths.to(torch.int32)
-        added = _extra(q, k, layout, mask, bias), *prepare(_NAME, q, k, relative), given  # type: ignore[assignment]
+        added = _extra(q, k, layout, mask, bias), *prepare(_NAME, q, k, relative, given if causal else None), given  # type: ignore[assignment]
         usual = max(q.shape[-1], 1) ** -0.5
         scale = usual if scale is None else checks.finite(_NAME, "scale", scale, "None takes D^-0.5.")
         settings = steps_of(layout, q.shape[0], q.shape[1]), causal, scale
@@ -204,9 +204,17 @@ def _shaped(q: Tensor, k: Tensor, layout: Layout, name: str, x: Any) -> Tensor |
     if isinstance(x, BlockSparseTensor):
         if x.layout.dense_shape != layout.dense_shape:
             raise ValueError(
-                f"{_NAME}: {name} must be of {list(layout.dense_shape)} elements like layout, got {list(x.shape)}."
+                f"{_NAME}: {name} must be of {list(layout.dense_shape)} elements like layout, got {list(x.shape)}. "
+                f"Bring both to the same matrices with blocksparse.repeat, or give {name} dense."
             )
-        return (x if x.layout.is_same(layout) else adapt(x, layout)).values
+        if x.layout.is_same(layout):
+            return x.values
+        if x.layout.elements is not None:
+            # Elements that x's own layout leaves out are absent too.
+            x = BlockSparseTensor(
+                x.values.masked_fill(~from_dense(x.layout.element_mask(), x.layout).values, 0), x.layout
+            )
+        return adapt(x, layout).values
     checks.tensors(_NAME, **{name: x})
     checks.same_device(_NAME, "q", q.device, **{name: x})
     full, hint = (*q.shape[:3], k.shape[2]), "Give blocks as a BlockSparseTensor of the layout."

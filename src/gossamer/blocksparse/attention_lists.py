@@ -30,8 +30,8 @@ class Config:
     """The properties that the kernels of one attention are compiled for, as one constexpr.
 
     Blocks of the layout (`block_q` by `block_k`), the tile of a step, the widths of q and of values, whether layout
-    and bias have a matrix of their own for each batch and head (and the bias a row for each query), what is added to
-    the scores: of `terms` terms of relative positions, `window` numbers each; and the dropout.
+    and bias have a matrix of their own for each batch and head (and the bias a row for each query); and the additions
+    to the scores: a bias, and `terms` terms of relative positions of `window` numbers each.
     """
 
     block_q: int
@@ -58,7 +58,6 @@ class Config:
     splits: int = 1
     precision: str = "ieee"
     upcast: bool = False
-    drop: int = 0
 
     @property
     def options(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from gossamer._core import autocast, checks
+from gossamer.blocksparse.attention_path import first_key
 
 _NAME = "blocksparse.Relative"
 
@@ -57,11 +58,12 @@ class Relative:
 
 
 def prepare(
-    operator: str, q: Tensor, k: Tensor, relative: Relative | Sequence[Relative] | None
+    operator: str, q: Tensor, k: Tensor, relative: Relative | Sequence[Relative] | None, lengths: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor | None]:
     """(the product of each query and each relative position `[B, H, Tq, terms * R]`; where queries and keys are, int32
     `[terms, B, Tq + Tk]`) of the terms. A table that is shorter than another is continued by its outermost rows, which
-    stand for all positions beyond."""
+    stand for all positions beyond. With `lengths`, of a causal call, queries behind the keys of their sequence count as
+    zeros."""
     terms = () if relative is None else (relative,) if isinstance(relative, Relative) else tuple(relative)
     if not terms:
         return None, None
@@ -88,6 +90,11 @@ def prepare(
                 )
         places.append(torch.cat([x.to(torch.int32).expand(b, x.shape[-1]) for x in given.values()], 1))
         tables.append(term.table)
+    if lengths is not None:
+        # The operator reads no such row, and gradients of 0 times NaN would reach the table.
+        limits = lengths.clamp(max=tk)
+        behind = torch.arange(tq, device=q.device) >= (limits - first_key(limits, tq, tk))[:, None]
+        q = q.masked_fill(behind[:, None, :, None], 0)
     clip = max(term.clip for term in terms)
     table = torch.cat([_widened(each, clip).expand(h, -1, -1) for each in tables], 1)
     wide = autocast.cast(q, table)

@@ -499,16 +499,22 @@ class GatedSparseAttention(nn.Module):
     @torch.no_grad()
     def merge_projections(self) -> None:
         """Makes the weights of the projections and gates views of one tensor, so that inference multiplies by all of
-        them at once, and copies none. Parameters keep their names, values and gradients. To move or convert the module
-        undoes it. Safetensors saves no tensors that share memory: save before.
+        them at once, and copies none. Parameters keep their names, values and gradients. Moving or converting the
+        module undoes it, so does `load_state_dict(assign=True)`, and a deepcopy has its own weights. Safetensors saves
+        no tensors that share memory: save before.
 
         Raises:
-            TypeError: a layer is no plain `nn.Linear`.
+            TypeError: a layer is no plain `nn.Linear`, or their dtypes differ.
         """
         layers = self._projections()
         if why := why_called(**layers):
             raise TypeError(f"{OPERATOR}.merge_projections: layers must be plain nn.Linear, but {why}.")
         weights = [layer.weight for layer in layers.values()]
+        if len(dtypes := {checks.name_of(weight.dtype) for weight in weights}) > 1:
+            raise TypeError(
+                f"{OPERATOR}.merge_projections: layers must have one dtype, got {', '.join(sorted(dtypes))}. Convert "
+                "the module with .to(dtype)."
+            )
         for weight, part in zip(weights, torch.cat(weights).split([len(weight) for weight in weights])):
             weight.data = part
 

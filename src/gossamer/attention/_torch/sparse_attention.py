@@ -126,7 +126,7 @@ def thinned(call: Any, block: Block, p: Tensor) -> Tensor:
 
 
 def logits_gradient(call: Any, block: Block, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a block: (probabilities times what dropout makes of them, gradients of the logits, both like `scores`; grad,
+    """Of a block: (probabilities times the factors of dropout, gradients of the logits, both like `scores`; grad,
     folded)."""
     b, queries, those, theirs, _, keep = block
     p, grad, v = probabilities(call, block), call.grad, call.v

@@ -1,5 +1,6 @@
 """Functions that the kernels of attention share: products of long rows, blocks of columns, and how k and v lie."""
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -25,6 +26,11 @@ def block_of_columns(program, D: tl.constexpr, BLOCK: tl.constexpr):
     """(which unit of work, which columns) of programs of which cdiv(D, BLOCK) in a row share a unit."""
     BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK
     return program // BLOCKS, program % BLOCKS * BLOCK + tl.arange(0, BLOCK)
+
+
+def stages_of(usual: int, x: Tensor) -> int:
+    """Stages of loads of rows like x: two of float32 take more than the 64 KiB of shared memory of gfx942."""
+    return min(usual, 2 if x.element_size() == 2 else 1) if torch.version.hip else usual
 
 
 def strided(x: Tensor) -> Tensor:

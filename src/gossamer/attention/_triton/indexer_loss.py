@@ -20,7 +20,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.philox import dropout_weights
-from gossamer.attention._triton._products import wide_product
+from gossamer.attention._triton._products import stages_of, wide_product
 from gossamer.attention._triton.key_lists import key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
 from gossamer.attention._triton.sparse_attention_bwd import await_entry, row_statistics
@@ -347,7 +347,7 @@ def _gradients(
                 lse_idx.masked_fill_(behind, torch.inf)
         args = (*operands, lists, listed, dqi, rows, first, t, h, capacity, drop, *scales)
         # Gradients of logits leave a thread of 8 warps too few registers for the indexer's heads.
-        _indexer_rows_kernel(grid, args, both, num_warps=8 if v is None else 16)
+        _indexer_rows_kernel(grid, args, both, num_warps=8 if v is None else 16, num_stages=stages_of(3, q))
     dki = torch.zeros(k_idx.shape, dtype=torch.float32, device=q.device)
     lists, listed = key_lists(words, lengths, t, causal, PARTS.value)
     entries = listed.numel()
@@ -355,7 +355,7 @@ def _gradients(
     tiles = (listed.view(-1) + (BLOCK_N.value - 1)) // BLOCK_N.value
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
     args = (*operands, lists, listed, dki, plan, t, h, lists.shape[-1], entries, drop, *scales)
-    _indexer_keys_kernel((2 * tuning.programs(q.device), 1, 1), args, both, num_warps=8)
+    _indexer_keys_kernel((2 * tuning.programs(q.device), 1, 1), args, both, num_warps=8, num_stages=stages_of(3, q))
     of_weights, of_biases = rows[: -b * t].view(2, b, heads, t)
     of_weights = of_weights.transpose(1, 2)
     # The weight of a query that takes no key may be NaN.

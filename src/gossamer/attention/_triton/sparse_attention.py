@@ -53,7 +53,7 @@ class Tile:
 class Config:
     """The properties that a kernel is compiled for, as one constexpr.
 
-    q has `d` columns, v `dv`. A program sums `block_d` columns of what is as wide as q, and `block_v` of what is as
+    q has `d` columns, v `dv`. A program sums `block_d` columns of a result as wide as q, and `block_v` of one as
     wide as v. Where `chunk` is above 0, products read their operands by so many columns, since a thread's registers
     hold no whole rows.
     """

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton._products import AS_K, block_of_columns, strided, wide_product
+from gossamer.attention._triton._products import AS_K, block_of_columns, stages_of, strided, wide_product
 from gossamer.attention._triton.key_lists import key_lists, positions, seen, slots_of
 from gossamer.attention.records import SparseAttention
 
@@ -236,7 +236,7 @@ def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
     args = (q, k, v, parts, read, lists, lengths, table, *sizes, scale)
     page = k.shape[1] if paged else 0
     config = Config(together, h // g, scopes, heads, tq, d, dv, block_v, chunk, page, causal)
-    options = {"num_warps": 8 if chunk else 4, "num_stages": 1 if chunk else 2}
+    options = {"num_warps": 8 if chunk else 4, "num_stages": stages_of(1 if chunk else 2, q)}
     _sparse_decode_parts_kernel((cuts, members, b), args, {"CONFIG": config}, **options)
     meta = {"D": dv, "BLOCK": launch.next_power_of_2(cuts)}
     grid = (b * h * tq, launch.cdiv(dv, 256), 1)

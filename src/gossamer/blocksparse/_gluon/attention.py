@@ -268,7 +268,8 @@ def readable(x: Tensor) -> Tensor:
 
 
 def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """q, k or v with zeros behind its lengths: tiles are read whole, and zero times what is there may be NaN."""
+    """q, k or v with zeros behind its lengths: tiles are read whole, and a padding row may hold NaN, which a weight of
+    zero would keep."""
     if lengths is None:
         return readable(x)
     behind = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]

@@ -139,10 +139,11 @@ def scores(s, added, pair, query, key, entry, inside, shift, scale, sizes, CONFI
     return tl.where(inside, s, float("-inf"))
 
 
-@launch.kernel(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity", "drop"])
 def _attention_fwd_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, out_ptr, lse_ptr, offsets_ptr, columns_ptr, lengths_ptr,
-    elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: tl.constexpr,
+    elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale, drop,
+    CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_K: tl.constexpr = CONFIG.block_k
     BLOCK_M: tl.constexpr = CONFIG.block_m
@@ -181,7 +182,7 @@ def _attention_fwd_kernel(
         total = total * factor + tl.sum(p, 1)
         m = most
         if seed_ptr is not None:
-            p *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], CONFIG.drop)
+            p *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], drop)
         v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
         acc = acc * factor[:, None] + dot(p.to(v.dtype), v, CONFIG)
     # A row without keys has zeros; one with NaN keeps it.
@@ -245,14 +246,19 @@ class Operands:
     inputs: tuple[Tensor | None, ...]
     lengths: Tensor | None
     seed: Tensor | None
+    drop: int
     config: Config
 
     @property
+    def masks(self) -> tuple[Tensor | None, ...]:
+        """The tensors that say which weights count, as kernels take them before the sizes."""
+        return self.lengths, self.lists.elements, self.seed
+
+    @property
     def sizes(self) -> tuple[Any, ...]:
-        """The masks and the sizes, as kernels take them last."""
+        """The numbers, as kernels take them last."""
         p = self.problem
-        masks = self.lengths, self.lists.elements, self.seed
-        return *masks, p.b, p.h, p.group, p.tq, p.tk, self.lists.form.capacity, p.scale * INV_LN2
+        return p.b, p.h, p.group, p.tq, p.tk, self.lists.form.capacity, p.scale * INV_LN2, self.drop
 
 
 def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Callable[..., Tile]) -> Operands:
@@ -272,9 +278,9 @@ def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Call
         terms = places.shape[0], call.relative.shape[-1] // places.shape[0]
     tile = tile_of(max(p.d, p.dv), q.element_size(), p.block, terms[0])
     precision = tuning.dot_precision(q, inner_of(p.d))
-    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"], call.drop)
+    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"])
     inputs = q.contiguous(), call.k.contiguous(), call.v.contiguous(), bias, call.relative, places
-    return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, call.seed, config)
+    return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, call.seed, call.drop, config)
 
 
 def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tensor]:
@@ -288,7 +294,7 @@ def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tens
     if splits > 1:
         parts = p.b * p.h * splits
         into = tuple(q.new_empty(size, dtype=torch.float32) for size in ((parts, p.tq, p.dv), (parts, p.tq)))
-    args = (*given.inputs, *into, lists.row_offsets, lists.col_indices, *given.sizes)
+    args = (*given.inputs, *into, lists.row_offsets, lists.col_indices, *given.masks, *given.sizes)
     _attention_fwd_kernel((tiles * splits * p.b * p.h, 1, 1), args, {"CONFIG": config}, **config.options)
     if splits > 1:
         meta = {"SPLITS": splits, "BLOCK_D": config.block_v}

@@ -57,7 +57,7 @@ def _attention_stats_kernel(
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`stats`, `[B, H, 2, tiles * ROWS]`: the log-sum-exp in base 2, +inf where a row has no keys or is padding, so
-    that weights are 0 there; and the row sums of grad * out, less the gradient of the log-sum-exp."""
+    that weights are 0 there; and the row sums of grad * out, less the gradient of the log-sum-exp, 0 there."""
     pair = tl.program_id(0) // tiles
     lines = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, BLOCK_D)
@@ -73,6 +73,8 @@ def _attention_stats_kernel(
     lse = tl.where(lse == float("-inf"), float("inf"), lse)
     if grad_lse_ptr is not None:
         delta -= tl.load(grad_lse_ptr + line, mask=exists, other=0.0)
+    # A query that meets no key may have NaN as its gradient, which weights of 0 would keep.
+    delta = tl.where(lse == float("inf"), 0.0, delta)
     stats_ptr += pair.to(tl.int64) * (2 * tiles * ROWS) + lines
     tl.store(stats_ptr, lse)
     tl.store(stats_ptr + tiles * ROWS, delta)
@@ -105,10 +107,10 @@ def add_relative(sums_ptr, ds, places_ptr, pair, query, key, present, sizes, CON
             tl.atomic_add(sums_ptr + at, there, mask=exists, sem="relaxed")
 
 
-@launch.kernel(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity", "drop"])
 def _attention_dq_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dq_ptr, drelative_sums_ptr,
-    offsets_ptr, columns_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    offsets_ptr, columns_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale, drop,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`drelative_sums` are zeros."""
@@ -146,7 +148,7 @@ def _attention_dq_kernel(
         p = tl.exp2(s - lse[:, None])
         dp = dot(grad, tl.trans(v), CONFIG)
         if seed_ptr is not None:
-            dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], CONFIG.drop)
+            dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], drop)
         ds = p * (dp - delta[:, None])
         dq += dot(ds.to(k.dtype), k, CONFIG)
         if drelative_sums_ptr is not None:
@@ -162,10 +164,10 @@ def _attention_dq_kernel(
                 tl.store(drelative_sums_ptr + at, tl.full([BLOCK_M], float("nan"), tl.float32), mask=exists)
 
 
-@launch.kernel(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity", "drop"])
 def _attention_dkdv_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dk_ptr, dv_ptr, offsets_ptr,
-    order_ptr, rows_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    order_ptr, rows_ptr, lengths_ptr, elements_ptr, seed_ptr, H, GROUP, Tq, Tk, capacity, scale, drop,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     BLOCK_Q: tl.constexpr = CONFIG.block_q
@@ -176,8 +178,8 @@ def _attention_dkdv_kernel(
     D: tl.constexpr = CONFIG.d
     DV: tl.constexpr = CONFIG.dv
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
-    sizes = (B, H, GROUP, Tq, Tk, capacity)
     tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK_N)
+    sizes = (tl.num_programs(0) // tiles // (H // GROUP), H, GROUP, Tq, Tk, capacity)
     first_key = tl.program_id(0) % tiles * BLOCK_N
     pair = tl.program_id(0) // tiles
     batch = pair // (H // GROUP)
@@ -209,7 +211,7 @@ def _attention_dkdv_kernel(
             p = tl.exp2(s - lse[None, :])
             weights = p
             if seed_ptr is not None:
-                factors = dropout_weights(seed_ptr, of_query, query[None, :], key[:, None], CONFIG.drop)
+                factors = dropout_weights(seed_ptr, of_query, query[None, :], key[:, None], drop)
                 weights = p * factors
             dv += dot(weights.to(grad.dtype), grad, CONFIG)
             dp = dot(v, tl.trans(grad), CONFIG)
@@ -224,10 +226,10 @@ def _attention_dkdv_kernel(
     store_rows(dv_ptr, base, rows_at, key < Tk, DV, dv, BLOCK_V)
 
 
-@launch.kernel(do_not_specialize=["capacity"])
+@launch.kernel(do_not_specialize=["capacity", "drop"])
 def _attention_dbias_kernel(
     q_ptr, k_ptr, v_ptr, bias_ptr, relative_ptr, places_ptr, grad_ptr, stats_ptr, dbias_ptr, offsets_ptr, blocks_ptr,
-    columns_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale,
+    columns_ptr, lengths_ptr, elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale, drop,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """A tile of the bias lies within one block, and is the sum over the batches and heads that share it. `blocks_ptr`
@@ -294,7 +296,7 @@ def _attention_dbias_kernel(
             p = tl.exp2(s - lse[:, None])
             dp = dot(grad, tl.trans(v), CONFIG)
             if seed_ptr is not None:
-                dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], CONFIG.drop)
+                dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], drop)
             acc += p * (dp - delta[:, None])
     acc = tl.where(total > capacity, float("nan"), acc)
     if DENSE:
@@ -333,13 +335,22 @@ def launch_attention_bwd(
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = (*given.inputs, grad, stats)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
-    args = (*inputs, dq, drelative, lists.row_offsets, lists.col_indices, *given.sizes)
+    args = (*inputs, dq, drelative, lists.row_offsets, lists.col_indices, *given.masks, *given.sizes)
     _attention_dq_kernel(grid, args, {"CONFIG": config}, **config.options)
     # The kernel over keys holds two sums: at full width half as many queries a step, or they spill.
     if max(config.block_d, config.block_v) * q.element_size() >= 256:
         config = replace(config, block_m=max(16, config.block_m // 2))
     grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
-    args = (*inputs, dk, dv, lists.col_offsets, lists.transpose_order, lists.row_indices, *given.sizes)
+    args = (
+        *inputs,
+        dk,
+        dv,
+        lists.col_offsets,
+        lists.transpose_order,
+        lists.row_indices,
+        *given.masks,
+        *given.sizes[1:],
+    )
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv
 
@@ -350,7 +361,7 @@ def launch_attention_dbias(given: Operands, bias: Tensor, grad: Tensor, stats: T
     dbias = bias.new_empty(bias.shape)
     blocks = bias.shape[0] * bias.shape[1] * p.rows * p.columns if dense else lists.form.capacity
     which = lists.positions if dense else lists.row_indices
-    args = (*given.inputs, grad, stats, dbias, lists.row_offsets, which, lists.col_indices, *given.sizes)
+    args = (*given.inputs, grad, stats, dbias, lists.row_offsets, which, lists.col_indices, *given.masks, *given.sizes)
     grid = (blocks * (p.block[0] // config.block_m) * (p.block[1] // config.block_n), 1, 1)
     _attention_dbias_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dbias

@@ -1,14 +1,14 @@
 """Elements put where indices say, in a fixed order and without atomics.
 
-Along rows no line of a matrix meets another: what stands in row i goes to row i. A program takes LINES rows at a time
+Along rows no line of a matrix meets another: the elements of row i go to row i. A program takes LINES rows at a time
 and keeps their results by place in memory of its own, in float32 for 16-bit sums and products: programs are as few as
-leave these in the first cache, where the next step finds what the last one has left. It walks the entries of its rows
-from the first to the last block, STEP entries of each a step; those of the next steps are on their way, as only the
-places wait for each other. Entries of one step that have the same place are joined in registers, by comparing each with
-each, and added to what is there; all of them write the one result. A barrier before the writes, for all must have read,
-and one behind them: nothing depends on timing. In the end the result's present blocks are rounded and written, and were
-set before: what goes elsewhere is lost. With `RESET` a first walk puts the reduction's neutral number where there are
-entries, so that what was there before is left out.
+leave these in the first cache, where the next step finds the last one's sums. It walks the entries of its rows from the
+first to the last block, STEP entries of each a step; those of the next steps are on their way, as only the places wait
+for each other. Entries of one step that have the same place are joined in registers, by comparing each with each, and
+added to the result there; all of them write the one result. A barrier before the writes, for all must have read, and
+one behind them: nothing depends on timing. In the end the result's present blocks are rounded and written, and were set
+before: an element that goes elsewhere is lost. With `RESET` a first walk puts the reduction's neutral number where
+there are entries, so that the earlier numbers there are left out.
 
 Rows of floats on Hopper have `_gluon.scatter_reduce`: here each entry's result crosses the second cache again, and few
 rows fit the first one. Columns are rows of transposed blocks, whose indices are narrowed on the way, to half of the

@@ -178,7 +178,7 @@ def activations(
     values: Tensor, bias: Tensor | None, l1: Tensor | None, grad: Tensor | None, penalty: Tensor | None, squared: bool
 ) -> tuple[Tensor, Tensor | None]:
     """values: of `Hot`. (hidden activations `[M, H]`; with the gradients of these, those through gate and up, `[M, (1
-    or 2) H]`). l1 `[M]`: what their sums of |.| are added to, without gradients."""
+    or 2) H]`). Without gradients, the sums of |.| of the rows are added to l1 `[M]`."""
     gates, m, capacity = values.shape
     hidden, through = values.new_empty(m, capacity), None if grad is None else values.new_empty(m, gates * capacity)
     args = (values, bias, grad, penalty, hidden, through, l1, m, capacity)
