@@ -52,6 +52,9 @@ def test_against_dense(
         exact, plain = (dense(*(x.to(t) for x in (q, k, v)), mask, **options) for t in (torch.float64, dtype))
         # At least the root of the sum of the squares of weight times value.
         magnitude = dense(q.double(), k.double(), v.double().square(), mask, **options)[0].sqrt()
+        # Of a score: the root of the sum of the squares of its products, of the largest key.
+        keys = k.double().square().repeat_interleave(h // g, 1).transpose(2, 3)
+        products = (q.double().square() @ keys).sqrt().amax(-1) * options.get("scale", d**-0.5)
         of_pages = (q, pages[..., :d], pages[..., d:], selection)
         for out, lse in (
             sparse_attention(q, k, v, selection, return_lse=True, **options),
@@ -60,7 +63,7 @@ def test_against_dense(
             ),
         ):
             assert_close(out, reference64=exact[0], plain=plain[0], length=tk, magnitude=magnitude, name="out")
-            assert_close(lse.to(dtype), reference64=exact[1], plain=plain[1], name="lse")
+            assert_close(lse.to(dtype), reference64=exact[1], plain=plain[1], length=d, magnitude=products, name="lse")
 
 
 @pytest.mark.parametrize("share", [4096, 16], ids=["lists of programs", "a list for all heads"])
