@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import parallelize_module
 
 from gossamer import nn, rowsparse, sae
+from gossamer.sae.sharded import add_parts, copy_to_ranks
 from tests.distributed.cases_sae import case_compile
 
 ROOT = Path(__file__).parents[2]
@@ -65,6 +67,21 @@ def test_it_compiles_in_a_group_of_one() -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         case_compile(0, 1, torch.device("cpu"), kinds=("batchtopk",))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("function", [add_parts, copy_to_ranks])
+def test_sums_over_ranks_compile_with_their_gradients(function: Any, dtype: torch.dtype) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        x = torch.randn(4, 6).to(dtype).requires_grad_()
+        torch._dynamo.reset()
+        compiled = torch.compile(lambda x: function(x.sin(), dist.group.WORLD), fullgraph=True, backend="aot_eager")
+        (got,) = torch.autograd.grad(compiled(x).square().sum(), x, materialize_grads=True)
+        (want,) = torch.autograd.grad(x.sin().square().sum(), x)
+        torch.testing.assert_close(got, want)
     finally:
         dist.destroy_process_group()
 

@@ -73,3 +73,12 @@ def listened() -> Any:
 def needs_gradient(*operands: Any) -> bool:
     """Whether a result of these operands has to be differentiable; None as an operand needs no gradient."""
     return torch.is_grad_enabled() and any(operand is not None and operand.requires_grad for operand in operands)
+
+
+def returned(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of an `autograd.Function`; in a compiled Function, a copy of it.
+
+    PyTorch 2.11 compiles a Function without its gradient, and says nothing, where a call within the Function returned
+    the very tensor that is the result, as `.to`, `.contiguous` and `all_reduce` do.
+    """
+    return tensor.clone() if torch.compiler.is_compiling() else tensor

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
+from gossamer._core.ops import returned
 from gossamer.nn.sae import SAELoss, SparseAutoencoder, mean, total
 from gossamer.nn.transcoder import Transcoding
 from gossamer.rowsparse import Rows
@@ -219,7 +220,7 @@ class _Later(torch.autograd.Function):
         for output in outputs[1:]:
             whole[..., whole.shape[-1] - output.shape[-1] :] += output
         ctx.sizes = [output.shape[-1] for output in outputs]
-        return whole.to(outputs[0].dtype)
+        return returned(whole.to(outputs[0].dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer._core.ops import refuse_second
+from gossamer._core.ops import refuse_second, returned
 from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, TopK, resolve
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.formats import equal_spans
@@ -134,7 +134,7 @@ class _Copy(torch.autograd.Function):
 class _Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
-        return sum_over(tensor, group)
+        return returned(sum_over(tensor, group))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
