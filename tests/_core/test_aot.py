@@ -32,6 +32,8 @@ STACK = {
     "_triton._sparse_attention_fwd_kernel": 64,
     "_triton._candidates_kernel": 32,
     "_triton._ffn_train_heavy_bwd_kernel": 232,
+    # With a bias, relative positions and dropout together.
+    "_triton._attention_dq_kernel": 24,
 }
 KERNELS = aot.examples()
 

@@ -9,7 +9,6 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from gossamer import sae
-from gossamer.rowsparse.matmul_path import break_even
 from gossamer.sae import decode_path
 
 PAGE = (Path(__file__).parents[2] / "docs" / "sae.md").read_text()
@@ -83,4 +82,17 @@ def test_dense_where_looking_takes_as_long(m: int, n: int, d: int, dtype: torch.
 def test_slots_hold_rows_that_gather_faster_than_dense_tiles() -> None:
     """Rows of 108 entries took an H200 309 us in slots that hold them, 774 by dense tiles, and 345 by PyTorch."""
     weight: Any = SimpleNamespace(device=torch.device("cuda", 99), is_cuda=True, element_size=lambda: 2)
-    assert 2.5 * 108 < break_even(4096, 16384, 2304, weight, decode_path.SHARE) < decode_path.MOST
+    for keep in (False, True):
+        assert 2.5 * 108 < decode_path.slots_of(4096, 16384, 2304, weight, keep) < decode_path.MOST
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("n", [16384, 65536])
+def test_slots_of_a_backward_pass_are_small_beside_the_latents(n: int, size: int) -> None:
+    """Values, columns, and the keys and columns of the transposition: less than a fifth of the bytes of the latents."""
+    weight: Any = SimpleNamespace(device=torch.device("cuda", 99), is_cuda=True, element_size=lambda: size)
+    slots = decode_path.slots_of(4096, n, 2304, weight, True)
+    assert slots > 300 and slots * (size + 4 + 8 + 4) < n * size / 5
+    # Where slots are few in all, memory limits none.
+    assert decode_path.slots_of(16, n, 2304, weight, True) == decode_path.slots_of(16, n, 2304, weight, False) > 1024

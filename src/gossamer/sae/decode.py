@@ -15,12 +15,11 @@ from gossamer.rowsparse._torch.pack import Overflowed, overflow_error
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import empty_slots, sums_over_rows
 from gossamer.rowsparse.matmul import gradients, multiply, sampled_operator
-from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.records import SampledMatmul, TransposeKeys
 from gossamer.rowsparse.rows import MOST_SLOTS
 from gossamer.rowsparse.transpose import transpose_keys
 from gossamer.sae._torch import decode as _cpu
-from gossamer.sae.decode_path import MOST, PATHS, SHARE, choose_path, named, path_of
+from gossamer.sae.decode_path import PATHS, choose_path, named, path_of, slots_of
 from gossamer.sae.records import SaeDecode, SaeDecodeLists
 
 _checked: Checked[int] = Checked()
@@ -47,7 +46,7 @@ def decode(
         W_dec: `[d_sae, d_in]`, one row per feature as in SAELens; the dtype and device of acts.
         b_dec: `[d_in]`, added in float32, or None.
         capacity: entries of a row of dense acts up to which it is gathered; None takes half as many again as take as
-            long as a dense product, at most 4,096.
+            long as a dense product, at most 4,096, and with many rows and gradients at most a 32nd of d_sae.
         out_dtype: dtype of the result; None takes W_dec's. Sums are float32 (float64 for float64).
         group: None, or a `torch.distributed` process group over whose ranks the latents are spread: acts are `Rows` of
             this rank's latents, W_dec is its slice, b_dec is the same on all ranks, and so is the result, after one
@@ -108,7 +107,7 @@ def decode(
         return _dense(torch.where(acts != 0, acts, 0) if masked else acts, W_dec, b_dec, out_dtype)
     flat = acts.reshape(m, n)
     # Rows with more entries are exact in any case.
-    slots = min(MOST, break_even(m, n, d, W_dec, SHARE)) if capacity is None else capacity
+    slots = slots_of(m, n, d, W_dec, keep) if capacity is None else capacity
     slots = min(slots, n, max(1, MOST_SLOTS // max(m, 1)))
     if keep:
         out = _sae_decode_lists(SaeDecodeLists(flat, W_dec, b_dec, slots, out_dtype))[0]

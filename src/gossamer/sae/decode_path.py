@@ -8,7 +8,7 @@ from torch import Tensor
 from gossamer._core import operator
 from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
-from gossamer.rowsparse.matmul_path import dense_is_faster
+from gossamer.rowsparse.matmul_path import break_even, dense_is_faster
 from gossamer.sae.records import SaeDecode
 
 Path = Literal["torch", "dense", "lists", "one_launch"]
@@ -43,6 +43,13 @@ def choose_path(m: int, n: int, d: int, weight: Tensor, free: bool = True, keep:
     if not (weight.is_cuda or INTERPRET):
         return "torch"
     return "one_launch" if not keep and one_launch(m, n) else "lists"
+
+
+def slots_of(m: int, n: int, d: int, weight: Tensor, keep: bool) -> int:
+    """Slots of a row of latents `[m, n]`, whose entries a weight `[n, d]` gathers. A backward pass takes 20 bytes for a
+    slot that it keeps (`keep`): a 32nd of the columns, or slots that are few in all, need little beside the latents."""
+    slots = min(MOST, break_even(m, n, d, weight, SHARE))
+    return min(slots, max(32, n // 32, (1 << 20) // max(m, 1))) if keep and weight.is_cuda else slots
 
 
 def named(path: str) -> AbstractContextManager[Any]:
