@@ -7,7 +7,7 @@ import torch
 
 from gossamer._core.ops import INTERPRET
 from gossamer.ffn.costs import hot_bound
-from gossamer.ffn.records import SparseTraining
+from gossamer.ffn.records import SparseTraining, SparseTrainingBwd
 from gossamer.ffn.sparse_training import sparse_training
 from gossamer.rowsparse.formats import empty_twell, sums_over_rows
 from tests.ffn.trained import check, drawn, leaves, operator_arguments, reference, taken
@@ -111,6 +111,67 @@ def test_penalty_and_counts(
         torch.testing.assert_close(
             result.double(), exactly, rtol=2e-5, atol=2e-5 * float(exactly.abs().max()), msg=name
         )
+
+
+def test_a_choice_that_ends_early_leaves_no_counts(
+    device: torch.device, generator: torch.Generator, soon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel that chooses may not be compiled yet when the rows are counted."""
+    from gossamer._core import launch
+    from gossamer.rowsparse._triton.twell import launch_pack_twell
+
+    # On the CPU shared words are fresh for each call.
+    words = torch.zeros(4096, dtype=torch.int32, device=device)
+    monkeypatch.setattr(launch.counters, "get", lambda *_: words)
+    z = (torch.rand(31, 40, device=device, generator=generator) < torch.linspace(0, 1, 40, device=device)).float()
+    packed = empty_twell(z, 31, 40, 16, 16)
+    launch_pack_twell(z, None, 16, packed)
+    before = soon.choose(packed, 16, 40, 40, False, 16)
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(soon, "_ffn_hot_choose_kernel", lambda *_, **__: (_ for _ in ()).throw(KeyboardInterrupt))
+        soon.choose(packed, 16, 40, 40, False, 16)
+    assert all(map(torch.equal, before, soon.choose(packed, 16, 40, 40, False, 16)))
+
+
+@pytest.mark.gpu
+def test_a_call_that_ends_early_leaves_nothing_to_the_next(
+    device: torch.device, generator: torch.Generator, soon: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both passes end at each of their launches in turn, as they do at a kernel that is not compiled yet. A whole call
+    after these has the bits of one before them."""
+    from gossamer._core.launch import Kernel
+    from gossamer.ffn._triton.sparse_training import sparse_training, sparse_training_bwd
+
+    a, grad = drawn(SHAPE, torch.float32, device, generator, 2.0)
+    a["gate_bias"][::4] = torch.linspace(-1.5, 4.0, len(a["gate_bias"][::4]), device=device)
+    a["x"][[2, 30]] *= 32
+    call = SparseTraining(*operator_arguments(a, SHAPE[2] // 3, SHAPE[0] * SHAPE[2], 256, 16))
+    launches, last = [0], [10**9]
+    real = Kernel.__call__
+
+    def counted(*args: Any, **options: Any) -> None:
+        if launches[0] == last[0]:
+            raise KeyboardInterrupt
+        launches[0] += 1
+        real(*args, **options)
+
+    def both() -> list[torch.Tensor]:
+        launches[0] = 0
+        found = sparse_training(call)
+        kept = found.rows, found.hot, found.hot_values
+        given = SparseTrainingBwd(grad, None, *call[:7], found.values, found.columns, *kept, False)
+        return [found.out, found.l1, found.nnz, found.fired, *kept[1:], *sparse_training_bwd(given)]
+
+    monkeypatch.setattr(Kernel, "__call__", counted)
+    both()
+    before = both()
+    # The last launch first: no later call clears the words that an earlier one left.
+    for last[0] in reversed(range(launches[0])):
+        with pytest.raises(KeyboardInterrupt):
+            both()
+    last[0] = 10**9
+    assert launches[0] == 0 and all(map(torch.equal, before, both()))
+    assert launches[0] > 15 and int(before[4][0]) == 16
 
 
 @pytest.mark.parametrize("gated", [True, False])

@@ -313,7 +313,8 @@ class Epochs:
 
 
 class Counters:
-    """Words of device memory that are 0 between launches, because every kernel that writes them leaves them at 0.
+    """Words of device memory that are 0 between launches, because every launch that writes them leaves them at 0. A
+    later launch cannot clear them: a call may end between two launches, as `together` ends calls, or by an error.
 
     One buffer serves one stream, as with `Flags`. A launch of a graph gets words of its own that were zeroed ahead, by
     a call outside of graphs.

@@ -54,11 +54,9 @@ def how_many(counts_ptr, bound, N, BLOCK: tl.constexpr):
 
 
 @launch.kernel(specialize=("rows",))
-def _ffn_hot_choose_kernel(
-    counts_ptr, listed_ptr, slot_ptr, fired_ptr, N, least, rows, H, BLOCK: tl.constexpr
-):  # fmt: skip
+def _ffn_hot_choose_kernel(counts_ptr, listed_ptr, slot_ptr, N, least, rows, H, BLOCK: tl.constexpr):
     """One program: the neurons with more than `least` counts of `rows` get slots, in ascending order; of more than H
-    the most frequent, and of neurons that are equally frequent the first. Leaves counts and fired_ptr at 0."""
+    the most frequent, and of neurons that are equally frequent the first. Leaves the counts at 0."""
     total = how_many(counts_ptr, least, N, BLOCK)
     used = tl.minimum(total, H)
     # The lowest bound above which there are no more than have slots.
@@ -83,7 +81,6 @@ def _ffn_hot_choose_kernel(
         tl.store(slot_ptr + n, tl.where(take, place, -1), mask=n < N)
         tl.store(listed_ptr + 2 + place, n, mask=take)
         tl.store(counts_ptr + n, tl.zeros([BLOCK], tl.int32), mask=n < N)
-        tl.store(fired_ptr + n, tl.zeros([BLOCK], tl.int32), mask=n < N)
         taken += tl.sum(take.to(tl.int32), axis=0)
         seen += tl.sum(equal, axis=0)
     tl.store(listed_ptr, used)
@@ -153,14 +150,15 @@ def choose(packed: tuple[Tensor, Tensor, Tensor], tile: int, n: int, limit: int,
     are zeros, and so are their rows of weights."""
     values, indices, counts = packed
     m, tiles, slots = values.shape
-    listed, slot, fired = (torch.empty(k, dtype=torch.int32, device=values.device) for k in (2 + capacity, n, n))
-    sampled, step = launch.counters.get(n, values.device), m // SAMPLED | 1
+    listed, slot = (torch.empty(k, dtype=torch.int32, device=values.device) for k in (2 + capacity, n))
+    # Zeros of this call: a call that ends between the two launches leaves its counts to no other.
+    fired, step = torch.zeros(n, dtype=torch.int32, device=values.device), m // SAMPLED | 1
     rows, block = launch.cdiv(m, step), min(max(launch.next_power_of_2(tiles), 16), 64)
-    args = (indices, counts, sampled, step, tiles, slots, tile, limit)
+    args = (indices, counts, fired, step, tiles, slots, tile, limit)
     _ffn_hot_sample_kernel((rows, 1, 1), args, {"BLOCK": block}, num_warps=1)
     least = min(rows, max(int(hot_bound(rows, values.element_size(), values.device)), launch.cdiv(LEAST, step)))
     meta = {"BLOCK": min(8192, launch.next_power_of_2(max(n, 256)))}
-    _ffn_hot_choose_kernel((1, 1, 1), (sampled, listed, slot, fired, n, least, rows, capacity), meta, num_warps=16)
+    _ffn_hot_choose_kernel((1, 1, 1), (fired, listed, slot, n, least, rows, capacity), meta, num_warps=16)
     shape = 2 if gated else 1, m, capacity
     return Hot(listed, slot, values.new_zeros(shape) if capacity else values.new_empty(shape), fired)
 
