@@ -92,6 +92,20 @@ def test_no_circle_of_files() -> None:
     assert sorted(str(file.relative_to(ROOT)) for file in left) == []
 
 
+def test_every_file_is_imported() -> None:
+    """A file that no other names is left over, from a merge say. Users alone import `testing`, and `gossamer` finds
+    its commands by name."""
+    named: set[str] = set()
+    for node in (node for file in FILES for node in ast.walk(ast.parse(file.read_text()))):
+        if isinstance(node, ast.Import):
+            named.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            named.update((str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)))
+    modules = {file: ".".join(file.relative_to(ROOT.parent).with_suffix("").parts) for file in FILES}
+    left = {name for file, name in modules.items() if not file.stem.startswith("__")} - named
+    assert {name for name in left if not name.startswith("gossamer.cli.")} == {"gossamer.testing"}
+
+
 def test_rowsparse_says_nothing_of_rooms_above() -> None:
     """Its operators serve them all, and a message names what the user called."""
     rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"_core", "rowsparse"}

@@ -556,6 +556,8 @@ def test_interruption_is_said(number: int, folder: Path, tmp_path: Path, monkeyp
         signal.raise_signal(number)
 
     monkeypatch.setattr(run, "_experiment", interrupted)
+    # Processes that a shell starts in the background ignore SIGINT.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGTERM)
     outcome = CliRunner().invoke(program.main, ["--text", str(folder), "--out", str(tmp_path)])
     assert outcome.exit_code == 130

@@ -76,7 +76,7 @@ class _Kept(Generic[Found]):
             self._parts.append((name, type(part), tensors, own.get("approximate")))
 
     def parameters(self, module: nn.Module) -> list[Tensor | None] | None:
-        """Those of the parts, one part after the other and its weight first; None where anything of that has changed,
+        """Parameters of the parts, one part after the other, each with its weight first; None where one has changed,
         or a hook listens. It takes 2 us: every call of a module asks."""
         if any(_GLOBAL_HOOKS):
             return None
