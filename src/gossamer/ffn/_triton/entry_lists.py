@@ -117,12 +117,19 @@ def load(ptr, mask):
 
 
 @triton.jit
-def within(held, d, D, EVEN: tl.constexpr):
-    """The mask, or None, of [entries, columns]: entries that are held, None for all; columns below D, all if EVEN."""
+def load_rows(ptr, held, d, D, EVEN: tl.constexpr):
+    """Columns d of rows, [rows, columns], of a matrix with D, which all are below D if EVEN. held: as `load` takes a
+    mask."""
     if EVEN:
-        return None if held is None else held[:, None]
+        if held is None:
+            return tl.load(ptr)
+        else:
+            return tl.load(ptr, mask=held[:, None], other=0.0)
     else:
-        return (d < D)[None, :] if held is None else held[:, None] & (d < D)[None, :]
+        if held is None:
+            return tl.load(ptr, mask=(d < D)[None, :], other=0.0)
+        else:
+            return tl.load(ptr, mask=held[:, None] & (d < D)[None, :], other=0.0)
 
 
 @triton.jit

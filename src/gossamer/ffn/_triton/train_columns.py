@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import ColumnLists, Tile, halves, load, offset_of, through, wide, within
+from gossamer.ffn._triton.entry_lists import ColumnLists, Tile, halves, load_rows, offset_of, through, wide
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def add_entries(
     """acc and other [BLOCK_K] + the products of both sets of values with some entries' rows of x, total + the values;
     writes the products of the rows with w."""
     at = offset_of(tl.load(rows_ptr + entry), K)[:, None] + k[None, :]
-    x = wide(load(x_ptr + at, within(None, k, K, EVEN)), HALVES)
+    x = wide(load_rows(x_ptr + at, None, k, K, EVEN), HALVES)
     first = tl.load(first_ptr + entry).to(tl.float32)
     acc += tl.sum(first[:, None] * x, axis=0)
     total += tl.sum(first, axis=0)

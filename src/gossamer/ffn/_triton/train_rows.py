@@ -20,10 +20,10 @@ from gossamer.ffn._triton.entry_lists import (
     Weights,
     halves,
     load,
+    load_rows,
     offset_of,
     wide,
     widened,
-    within,
 )
 
 
@@ -51,7 +51,7 @@ def _ffn_train_up_kernel(
             hidden = (hidden * hidden).to(dtype).to(tl.float32)
         if up_ptr is not None:
             at = widened(tl.load(columns_ptr + start + entry, mask=held, other=0))
-            up = load(up_ptr + offset_of(at, K)[:, None] + k[None, :], within(held, k, K, EVEN))
+            up = load_rows(up_ptr + offset_of(at, K)[:, None] + k[None, :], held, k, K, EVEN)
             factor = tl.sum(wide(up, HALVES) * x[None, :], axis=1)
             if up_bias_ptr is not None:
                 factor += tl.load(up_bias_ptr + at, mask=held, other=0.0).to(tl.float32)
@@ -71,12 +71,11 @@ def add_products(
     """acc [SIDE, BLOCK_D] + the products of SIDE entries with their rows. held: which entries there are, None for
     all."""
     at = offset_of(widened(load(columns_ptr + entry, held)), D)[:, None] + d[None, :]
-    mask = within(held, d, D, EVEN)
     first = load(first_ptr + entry, held).to(tl.float32)
-    acc += first[:, None] * wide(load(w_ptr + at, mask), HALVES)
+    acc += first[:, None] * wide(load_rows(w_ptr + at, held, d, D, EVEN), HALVES)
     if other_ptr is not None:
         second = load(second_ptr + entry, held).to(tl.float32)
-        acc += second[:, None] * wide(load(other_ptr + at, mask), HALVES)
+        acc += second[:, None] * wide(load_rows(other_ptr + at, held, d, D, EVEN), HALVES)
     return acc
 
 
