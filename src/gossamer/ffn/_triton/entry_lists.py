@@ -40,14 +40,14 @@ class Weights(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A warp's share: entries at a time, bytes of a row; registers of a thread; stages; entries side by side in a load.
-    Defaults are of slices so narrow that a part of the rows is found in the L1."""
+    """A warp's share: entries at a time, bytes of a row; registers of a thread; stages; whether entries are loaded
+    together, as a tile. Defaults are of slices so narrow that a part of the rows is found in the L1."""
 
     entries: int
     width: int = 512
     registers: int | None = None
     stages: int = 1
-    side: int = 1
+    together: bool = False
 
 
 class Hot(NamedTuple):
@@ -108,28 +108,12 @@ def wide(x, HALVES: tl.constexpr):
 
 
 @triton.jit
-def load(ptr, mask):
-    """0 where the mask, None for all, is False."""
-    if mask is None:
+def load(ptr, mask, EVEN: tl.constexpr):
+    """0 where the mask is False; EVEN: it is True everywhere that counts."""
+    if EVEN:
         return tl.load(ptr)
     else:
-        return tl.load(ptr, mask=mask, other=0)
-
-
-@triton.jit
-def load_rows(ptr, held, d, D, EVEN: tl.constexpr):
-    """Columns d of rows, [rows, columns], of a matrix with D, which all are below D if EVEN. held: as `load` takes a
-    mask."""
-    if EVEN:
-        if held is None:
-            return tl.load(ptr)
-        else:
-            return tl.load(ptr, mask=held[:, None], other=0.0)
-    else:
-        if held is None:
-            return tl.load(ptr, mask=(d < D)[None, :], other=0.0)
-        else:
-            return tl.load(ptr, mask=held[:, None] & (d < D)[None, :], other=0.0)
+        return tl.load(ptr, mask=mask, other=0.0)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import ColumnLists, Tile, halves, load_rows, offset_of, through, wide
+from gossamer.ffn._triton.entry_lists import ColumnLists, Tile, halves, load, offset_of, through, wide
 
 
 @triton.jit
@@ -25,7 +25,7 @@ def add_entries(
     """acc and other [BLOCK_K] + the products of both sets of values with some entries' rows of x, total + the values;
     writes the products of the rows with w."""
     at = offset_of(tl.load(rows_ptr + entry), K)[:, None] + k[None, :]
-    x = wide(load_rows(x_ptr + at, None, k, K, EVEN), HALVES)
+    x = wide(load(x_ptr + at, (k < K)[None, :], EVEN), HALVES)
     first = tl.load(first_ptr + entry).to(tl.float32)
     acc += tl.sum(first[:, None] * x, axis=0)
     total += tl.sum(first, axis=0)
@@ -116,7 +116,7 @@ def _ffn_train_hidden_kernel(
             tl.store(by_column_ptr + room + entry, through_up, mask=held)
 
 
-DOWN = Tile(8, 1024, side=8)
+DOWN = Tile(8, 1024, together=True)
 GATE_UP = Tile(8)
 
 
@@ -142,7 +142,8 @@ def weight_gradients(
     first, second = torch.empty_like(like), None if values[1] is None else torch.empty_like(like)
     dots = torch.empty(slices, room, dtype=torch.float32, device=x.device) if product else None
     args = (lists.offsets, lists.rows, *values, x, like if product else None, dots, first, second, sums, room, n, k)
-    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "SIDE": tile.side, "EVEN": k % block == 0}
+    side = tile.entries if tile.together else 1
+    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "SIDE": side, "EVEN": k % block == 0}
     meta |= {"HALVES": halves(x), "BESIDE": beside}
     registers = tile.registers if size == 2 else None
     _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=1, maxnreg=registers)

@@ -14,17 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import (
-    RowLists,
-    Tile,
-    Weights,
-    halves,
-    load,
-    load_rows,
-    offset_of,
-    wide,
-    widened,
-)
+from gossamer.ffn._triton.entry_lists import RowLists, Tile, Weights, halves, load, offset_of, wide, widened
 
 
 @launch.kernel
@@ -51,7 +41,8 @@ def _ffn_train_up_kernel(
             hidden = (hidden * hidden).to(dtype).to(tl.float32)
         if up_ptr is not None:
             at = widened(tl.load(columns_ptr + start + entry, mask=held, other=0))
-            up = load_rows(up_ptr + offset_of(at, K)[:, None] + k[None, :], held, k, K, EVEN)
+            mask = held[:, None] & (k < K)[None, :]
+            up = load(up_ptr + offset_of(at, K)[:, None] + k[None, :], mask, EVEN)
             factor = tl.sum(wide(up, HALVES) * x[None, :], axis=1)
             if up_bias_ptr is not None:
                 factor += tl.load(up_bias_ptr + at, mask=held, other=0.0).to(tl.float32)
@@ -65,54 +56,43 @@ def _ffn_train_up_kernel(
 
 @triton.jit
 def add_products(
-    acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, entry, held, d, D,
-    EVEN: tl.constexpr, HALVES: tl.constexpr,
-):  # fmt: skip
-    """acc [SIDE, BLOCK_D] + the products of SIDE entries with their rows. held: which entries there are, None for
-    all."""
-    at = offset_of(widened(load(columns_ptr + entry, held)), D)[:, None] + d[None, :]
-    first = load(first_ptr + entry, held).to(tl.float32)
-    acc += first[:, None] * wide(load_rows(w_ptr + at, held, d, D, EVEN), HALVES)
+    acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, entry, d, D, EVEN: tl.constexpr, HALVES: tl.constexpr
+):
+    """acc + the products of an entry with its rows."""
+    at = offset_of(widened(tl.load(columns_ptr + entry)), D) + d
+    acc += tl.load(first_ptr + entry).to(tl.float32) * wide(load(w_ptr + at, d < D, EVEN), HALVES)
     if other_ptr is not None:
-        second = load(second_ptr + entry, held).to(tl.float32)
-        acc += second[:, None] * wide(load_rows(other_ptr + at, held, d, D, EVEN), HALVES)
+        acc += tl.load(second_ptr + entry).to(tl.float32) * wide(load(other_ptr + at, d < D, EVEN), HALVES)
     return acc
 
 
 @launch.kernel
 def _ffn_train_rows_kernel(
     offsets_ptr, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, bias_ptr, out_ptr, D,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
-    BESIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns): the sum over its entries of first * W and, if there is one, second * another
-    W; SIDE entries to a load. With BESIDE the kernel before it may still run: it ends after that."""
+    W. With BESIDE the kernel before it may still run: it ends after that."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets_ptr + row)
     count = tl.load(offsets_ptr + row + 1) - start
     d = tl.program_id(1) * BLOCK_D + tl.arange(0, BLOCK_D)
-    side = tl.arange(0, SIDE)
-    acc = tl.zeros([SIDE, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_D], tl.float32)
     columns_ptr += start
     first_ptr += start
     if other_ptr is not None:
         second_ptr += start
     whole = count // BLOCK_E * BLOCK_E
     for begin in range(0, whole, BLOCK_E):
-        for step in tl.static_range(0, BLOCK_E, SIDE):
-            entry = begin + step + side
+        for step in tl.static_range(BLOCK_E):
             acc = add_products(
-                acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, entry, None, d, D, EVEN, HALVES
+                acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, begin + step, d, D, EVEN, HALVES
             )  # fmt: skip
-    for begin in range(whole, count, SIDE):
-        entry = begin + side
-        acc = add_products(
-            acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, entry, entry < count, d, D, EVEN, HALVES
-        )  # fmt: skip
-    out = tl.sum(acc, axis=0)
+    for entry in range(whole, count):
+        acc = add_products(acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, entry, d, D, EVEN, HALVES)
     if bias_ptr is not None:
-        out += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
-    tl.store(out_ptr + row * D + d, out, mask=d < D)
+        acc += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
+    tl.store(out_ptr + row * D + d, acc, mask=d < D)
     if BESIDE:
         gdc_wait()
 
@@ -179,8 +159,7 @@ def multiply_rows(
     these."""
     (m, d), size = out.shape, out.element_size()
     block = min(launch.next_power_of_2(d), tile.width // size)
-    meta = {"BLOCK_E": tile.entries, "BLOCK_D": block, "SIDE": tile.side, "EVEN": d % block == 0}
-    meta |= {"HALVES": halves(out), "BESIDE": beside}
+    meta = {"BLOCK_E": tile.entries, "BLOCK_D": block, "EVEN": d % block == 0, "HALVES": halves(out), "BESIDE": beside}
     values, other = second or (None, None)
     args = (offsets, columns, first[0], values, first[1], other, bias, out, d)
     grid, registers = (m, launch.cdiv(d, block), 1), tile.registers
@@ -194,7 +173,7 @@ EXAMPLES = {
         "EVEN": True, "HALVES": False, "num_warps": 1, "maxnreg": 96,
     },
     _ffn_train_rows_kernel: {
-        "columns_ptr": "*i16", "bias_ptr": None, "BLOCK_E": 4, "BLOCK_D": 256, "SIDE": 1, "EVEN": True,
-        "HALVES": False, "BESIDE": False, "num_warps": 1,
+        "columns_ptr": "*i16", "bias_ptr": None, "BLOCK_E": 4, "BLOCK_D": 256, "EVEN": True, "HALVES": False,
+        "BESIDE": False, "num_warps": 1,
     },
 }  # fmt: skip
