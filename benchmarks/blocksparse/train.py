@@ -118,8 +118,9 @@ def main(arguments: Sequence[str]) -> None:
                 memory = f"{run['peak_bytes'] / 2**30:.2f} GiB, " if run["peak_bytes"] else ""
                 said = f"{way}, {length:,} tokens, batch {batch}: {run['seconds']:.2f} s, {memory}"
                 print(f"{said}loss {run['losses'][0]:.4f} to {run['losses'][-1]:.4f}", flush=True)
-    content["largest_difference"] = difference(content["runs"])
-    report.write_json(path, content)
+            # After each size, so that a killed run keeps the figures of the sizes that it finished.
+            content["largest_difference"] = difference(content["runs"])
+            report.write_json(path, content)
     print(f"losses of the same keys differ by {content['largest_difference']:.2e} at most; wrote {path}")
     if not content["largest_difference"] <= MOST:
         sys.exit("benchmarks.blocksparse.train: losses of the same keys differ")
