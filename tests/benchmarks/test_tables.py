@@ -1,6 +1,7 @@
 """The generated places of the documents: what a later result puts into them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -172,3 +173,12 @@ def test_a_cpu_has_no_driver() -> None:
     device = {"type": "cpu", "name": "EPYC", "cores": 2, "threads": 2}
     made = tables.environment({"device": device, "versions": {"torch": "2.13", "triton": "3.7"}})
     assert made == "EPYC, 2 threads, PyTorch 2.13"
+
+
+def test_a_time_on_a_gpu_is_in_a_committed_result() -> None:
+    """Of users' pages: the tables that are generated aside, each paragraph that gives a GPU's figures links a file."""
+    for page in (tables.README, *sorted((tables.ROOT / "docs").glob("*.md"))):
+        text = re.sub(f"{tables.BEGIN}.*?{tables.END}", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for paragraph in re.split(r"\n\s*\n|\n(?=- |#)", text):
+            if re.search(r"\bH[12]00\b", paragraph) and re.search(r"\d (us|ms|GiB|MiB)\b|\btook \d", paragraph):
+                assert "benchmarks/results/" in paragraph or page.name == "evidence.md", (page.name, paragraph)
