@@ -57,7 +57,9 @@ def training(content: Content) -> list[list[str]]:
     lines = [["tokens, inputs a step", *ways]]
     for key in sorted({(run["length"], run["batch"]) for run in content["runs"]}):
         of = {run["way"]: run for run in content["runs"] if (run["length"], run["batch"]) == key}
-        cells = [f"{of[way]['peak_bytes'] / 2**30:.2f} GiB, {of[way]['seconds']:.1f} s" for way in ways if way in of]
+        cells = [f"{of[way]['peak_bytes'] / 2**30:.2f} GiB" for way in ways if way in of]
+        if key[1] > 1:
+            cells = [f"{cell}, {of[way]['seconds']:.1f} s" for cell, way in zip(cells, ways)]
         lines.append([f"{key[0]:,}, {key[1]}", *cells])
     share = content.get("largest_difference")
     same = "" if share is None else f"{share:.1e} of the first loss"
