@@ -94,14 +94,7 @@ def test_autocast_and_bfloat16(kind: str, device: torch.device, generator: torch
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
-    x = dense.sample(40, generator)
-    model = make(kind, device)
-    eager = copy.deepcopy(model)
-    want = eager.loss(x)
-    got = compiled(lambda x: model.loss(x))(x)
-    torch.testing.assert_close(got.loss, want.loss)
-    torch.testing.assert_close(dense.gradients(got, model), dense.gradients(want, eager))
-    assert torch.equal(model.steps_since_fired, eager.steps_since_fired)
+    dense.compare_compiled(make(kind, device), dense.sample(40, generator), compiled)
 
 
 @pytest.mark.gpu
