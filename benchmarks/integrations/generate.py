@@ -1,13 +1,13 @@
 """`integrations.transformers.patch` in use: decoding, prefill and single blocks, in bfloat16.
 
-    python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 96] [--seconds 8] [--decoding]
+    python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 32] [--rounds 9] [--decoding]
     python -m benchmarks.integrations.generate --graphs [--columns]  # CUDA graphs of a block and of a model's step
     python -m benchmarks.integrations.generate --compile    # generate with a static cache and torch.compile
 
 Models have the sizes of their names, few layers and random weights. A ReLU model gets a bias with which a layer lets
-29 of 5,632 neurons through. Eager calls of the plain and the patched model, and of a copy of the plain one, take turns
-token by token, so that a busy host slows all three; ratios are medians over such turns. Beside the time until the
-result stands the time that the calling thread has worked, and of a token the calls of Python's and C's functions and
+29 of 5,632 neurons through. The plain and the patched model, and a copy of the plain one, take turns run by run, so that
+a busy host slows all three; ratios are medians over such turns, and the copy's ratio is the noise. Beside the time until
+the result stands the time that the calling thread has worked, and of a token the calls of Python's and C's functions and
 the launches, which no other work on the host changes. With OUT set, medians go to OUT/generate.json.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import sys
 import time
 import warnings
@@ -83,17 +84,14 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def turns(
-    calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 8, ahead: Callable[[], Any] = lambda: None
-) -> dict[str, Times]:
+def turns(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 8) -> dict[str, Times]:
     """Of each call the seconds until its result, and those that the calling thread has worked, one call after the other
     in each round, after one round that is not counted. At least three rounds, and none after `seconds`. Each round
-    begins with another call, after `ahead`, which is not counted either."""
+    begins with another call."""
     found: dict[str, Times] = {name: ([], []) for name in calls}
     end = time.perf_counter() + seconds
     names = list(calls)
     for turn in range(rounds + 1):
-        ahead()
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
             call = calls[name]
             _synchronize()
@@ -135,6 +133,7 @@ def counted(results: Results, label: str, calls: dict[str, Callable[[], Any]]) -
     """The counts of a token, the least of three."""
     row: dict[str, float] = {}
     for name, call in calls.items():
+        call()
         made = [functions(call) for _ in range(3)]
         row[f"{name}, functions of Python"], row[f"{name}, of C"] = map(min, zip(*made))
         if CUDA:
@@ -156,17 +155,17 @@ def steps(model: Any, ids: Tensor) -> Iterator[None]:
 
 
 def decoding(results: Results, name: str, models: dict[str, Any], ids: Tensor, options: Any) -> None:
-    """Tokens of the models, which take turns after every one."""
-    made = {kind: steps(model, ids) for kind, model in models.items()}
-    calls: dict[str, Callable[[], Any]] = {kind: partial(next, made_by) for kind, made_by in made.items()}
-    # cuDNN plans attention for each length anew, and takes longer for that than a token: nobody in turn shall do so.
-    ahead = partial(next, steps(models["plain"], ids))
-    for _ in range(12):  # the prompt, and as many tokens as blocks need to know their density
-        for call in (ahead, *calls.values()):
-            call()
+    """`generate` of the models, which take turns run by run; the first run of each is not counted."""
+    tokens = options.tokens
+    # A collection of the many objects that transformers makes takes longer than tokens.
+    gc.collect()
+    gc.freeze()
+    settings = {"max_new_tokens": tokens, "min_new_tokens": tokens, "do_sample": False}
+    calls = {kind: partial(model.generate, ids, **settings) for kind, model in models.items()}
     name = f"{name}, decoding, batch {len(ids)}"
-    report(results, f"{name}, ms a token", turns(calls, options.tokens, options.seconds, ahead), 1e-3)
-    counted(results, f"{name}, counts of a token", calls)
+    report(results, f"{name}, ms a token", turns(calls, options.rounds, options.seconds), 1e-3 * tokens)
+    made = {kind: steps(model, ids) for kind, model in models.items()}
+    counted(results, f"{name}, counts of a token", {kind: partial(next, made_by) for kind, made_by in made.items()})
 
 
 def report(results: Results, label: str, found: dict[str, Times], scale: float) -> None:
@@ -263,7 +262,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=SIZES, help="repeatable; all by default")
     parser.add_argument("--batch", action="append", type=int, help="repeatable; 1 and 8 by default, and with graphs 16")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens that each model decodes")
+    parser.add_argument("--tokens", type=int, default=32, help="tokens of a run")
+    parser.add_argument("--rounds", type=int, default=9, help="runs of each model")
     parser.add_argument("--seconds", type=float, default=8, help="no further turns of a measurement after so many")
     parser.add_argument("--decoding", action="store_true", help="no prefill and no single blocks")
     parser.add_argument("--layers", type=int, help="another number than the model's")
