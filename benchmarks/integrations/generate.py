@@ -5,10 +5,10 @@
     python -m benchmarks.integrations.generate --compile    # generate with a static cache and torch.compile
 
 Models have the sizes of their names, few layers and random weights. A ReLU model gets a bias with which a layer lets
-29 of 5,632 neurons through. The plain and the patched model, and a copy of the plain one, take turns run by run, so that
-a busy host slows all three; ratios are medians over such turns, and the copy's ratio is the noise. Beside the time until
-the result stands the time that the calling thread has worked, and of a token the calls of Python's and C's functions and
-the launches, which no other work on the host changes. With OUT set, medians go to OUT/generate.json.
+29 of 5,632 neurons through. The plain and the patched model, and a copy of the plain one, take turns run by run, so
+that a busy host slows all three; ratios are medians over such turns, and the copy's ratio is the noise. Beside the
+time until the result stands the time that the calling thread has worked, and of a token the calls of Python's and C's
+functions and the launches, which no other work on the host changes. With OUT set, medians go to OUT/generate.json.
 """
 
 from __future__ import annotations
