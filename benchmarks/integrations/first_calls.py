@@ -1,6 +1,6 @@
 """First calls of a process: blocks, an autoencoder and patched models that compile kernels when they meet them.
 
-    python -m benchmarks.integrations.first_calls [--kind NAME ...] [--jobs 1]
+    python -m benchmarks.integrations.first_calls [--kind NAME ...] [--how HOW ...] [--jobs 1]
 
 Each kind is called 32 times, and its density changes every 8 calls, so that its path does. Each row is a process of its
 own: with an empty cache of kernels, then with the cache that this process has left, and with an empty one but after
@@ -17,8 +17,9 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import chain
 from statistics import median
 from typing import Any
@@ -108,11 +109,14 @@ def measure(kind: str, warm: bool) -> dict[str, float]:
     return row | {"first": times[0], "longest later": max(times[1:]), "median": median(times)}
 
 
-def _spawned(kind: str) -> dict[str, dict[str, float]]:
+HOW = ("an empty cache", "a filled cache", "after warm_up")
+
+
+def _spawned(kind: str, ways: Sequence[str]) -> dict[str, dict[str, float]]:
     found = {}
     with tempfile.TemporaryDirectory() as first, tempfile.TemporaryDirectory() as second:
-        for how, folder in (("an empty cache", first), ("a filled cache", first), ("after warm_up", second)):
-            if how == "after warm_up" and kind.endswith("plain"):
+        for how, folder in zip(HOW, (first, first, second)):
+            if how not in ways or (how == "after warm_up" and kind.endswith("plain")):
                 continue
             command = [sys.executable, "-m", "benchmarks.integrations.first_calls", "--one", kind]
             command += ["--warm"] * (how == "after warm_up")
@@ -125,6 +129,7 @@ def _spawned(kind: str) -> dict[str, dict[str, float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kind", action="append", choices=KINDS, help="repeatable; all by default")
+    parser.add_argument("--how", action="append", choices=HOW, help="repeatable; all by default")
     parser.add_argument("--jobs", type=int, default=1, help="kinds side by side")
     parser.add_argument("--one", choices=KINDS, help=argparse.SUPPRESS)
     parser.add_argument("--warm", action="store_true", help=argparse.SUPPRESS)
@@ -134,7 +139,8 @@ def main() -> None:
         return
     results = Results(__file__)
     with ThreadPoolExecutor(options.jobs) as pool:
-        for label, row in chain.from_iterable(found.items() for found in pool.map(_spawned, options.kind or KINDS)):
+        spawned = pool.map(partial(_spawned, ways=options.how or HOW), options.kind or KINDS)
+        for label, row in chain.from_iterable(found.items() for found in spawned):
             results.found[label] = row
             print(f"{label}: {', '.join(f'{name} {value:.4g}' for name, value in row.items())}", flush=True)
     results.keep()
