@@ -268,8 +268,8 @@ def readable(x: Tensor) -> Tensor:
 
 
 def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """q, k or v with zeros behind its lengths: tiles are read whole, and a padding row may hold NaN, which a weight of
-    zero would keep."""
+    """k or v with zeros behind its lengths: tiles are read whole, and a padding row may hold NaN, which a weight of 0
+    would keep."""
     if lengths is None:
         return readable(x)
     behind = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]
@@ -290,7 +290,7 @@ def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -
     p, lengths, lists = problem_of(call), call.lengths, Lists(call.layout, call.form)
     config = config_of(p, tile or tile_of(p.d, p.block))
     queries = queries_of(call)
-    q, k, v = (without_padding(x, n) for x, n in ((call.q, queries), (call.k, lengths), (call.v, lengths)))
+    q, k, v = readable(call.q), without_padding(call.k, lengths), without_padding(call.v, lengths)
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     sides = config.block_m, config.block_n, config.block_n, config.block_m
     tiles = [descriptor(x, side) for x, side in zip((q, k, v, out), sides)]

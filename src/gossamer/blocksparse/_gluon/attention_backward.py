@@ -35,6 +35,7 @@ from gossamer.blocksparse._gluon.attention import (
     fetch,
     matrix,
     owned,
+    readable,
     ring_of,
     thread_barrier,
     tile_at,
@@ -42,7 +43,7 @@ from gossamer.blocksparse._gluon.attention import (
     without_padding,
 )
 from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse.attention_path import empty_like, problem_of, queries_of
+from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
@@ -88,7 +89,8 @@ def _attention_dq_kernel(
     stats_ptr += pair.to(gl.int64) * (2 * padded)
     # The last tiles of a block may lie beyond all statistics.
     known = lines < padded
-    lse = gl.expand_dims(gl.load(stats_ptr + lines, mask=known, other=float("inf")), 1)
+    of_lines = gl.load(stats_ptr + lines, mask=known, other=float("inf"))
+    lse = gl.expand_dims(of_lines, 1)
     delta = gl.expand_dims(gl.load(stats_ptr + padded + lines, mask=known, other=0.0), 1)
     dq = gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
@@ -126,7 +128,9 @@ def _attention_dq_kernel(
         dq = warpgroup_mma(ds, matrix(k_bufs, (steps - 1) % (STAGES + 1)), dq, use_acc=steps > 1, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
     thread_barrier()
-    emit(dq_desc, q_bufs.index(0), gl.where(lost, float("nan"), dq * (scale * LN2)), batch, head, first)
+    taking = gl.expand_dims(gl.convert_layout(of_lines, gl.SliceLayout(1, sums)), 1) != float("inf")
+    dq = gl.where(lost, float("nan"), gl.where(taking, dq * (scale * LN2), 0.0))
+    emit(dq_desc, q_bufs.index(0), dq, batch, head, first)
     tma.store_wait(0)
 
 
@@ -155,12 +159,24 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
     tma.async_copy_global_to_shared(stats_desc, [2 * (batch * H + head), row], bar, stats.index(slot), pred=pred)
 
 
+@gluon.jit
+def clear_idle(q, grad, lse):
+    """Zeros in the rows of queries that take no key, which may hold NaN: weights of 0 would keep it."""
+    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+    taking = lse.permute((1, 0)).load(rows) != float("inf")
+    q.store(gl.where(taking, q.load(rows), 0.0))
+    grad.store(gl.where(taking, grad.load(rows), 0.0))
+    fence_async_shared()
+    thread_barrier()
+
+
 @launch.Kernel
 @gluon.jit(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
-    q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, elements_ptr,
-    lengths_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
+    q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, idle_ptr, offsets_ptr, order_ptr, rows_ptr,
+    elements_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
+    """`idle_ptr` says of each tile of queries whether one of them takes no key."""
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK: gl.constexpr = CONFIG.block_n
     SPLIT_Q: gl.constexpr = CONFIG.block_q // BLOCK
@@ -197,6 +213,7 @@ def _attention_dkdv_kernel(
         head = key_head * GROUP + member
         lists = (offsets_ptr, order_ptr, rows_ptr)
         begin, blocks, base, lost = column_of(lists, first, limit, shift, batch, head, sizes, CONFIG)
+        idle = idle_ptr + (batch * H + head) * gl.cdiv(Tq, BLOCK)
         steps = blocks * SPLIT_Q
         for i in gl.static_range(STAGES):
             start = row_at(order_ptr, rows_ptr, begin, i, steps, base, SPLIT_Q, BLOCK)
@@ -210,7 +227,11 @@ def _attention_dkdv_kernel(
             at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT_Q, BLOCK)
             ahead = row_at(order_ptr, rows_ptr, begin, step - 1 + STAGES, steps, base, SPLIT_Q, BLOCK)
             cut = cut_at(elements_ptr, gl.load(order_ptr + begin + step // SPLIT_Q))
+            some_idle = gl.load(idle + at // BLOCK, mask=at < Tq, other=0)
             mbarrier.wait(q_ready.index(slot), count // STAGES & 1)
+            if some_idle != 0:
+                mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
+                clear_idle(matrix(q_bufs, slot), matrix(g_bufs, slot), stats.index(slot).slice(0, 1))
             s = warpgroup_mma(k, matrix(q_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
             dp = warpgroup_mma(v, matrix(g_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -255,12 +276,11 @@ taken over for D 128, where nothing was measured."""
 
 
 def launch_attention_bwd(
-    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
+    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, idle: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `grad` has contiguous rows."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
-    of_queries = queries_of(call)
-    q, grad = without_padding(call.q, of_queries), without_padding(grad, of_queries)
+    q, grad = readable(call.q), readable(grad)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
@@ -270,7 +290,7 @@ def launch_attention_bwd(
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
-    args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, *sizes, scale)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, idle, offsets, *listed, *masks, *sizes, scale)
     grid = (p.columns * split * p.b * p.key_heads, 1, 1)
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     offsets, split, config = lists.row_offsets, p.block[0] // SIDE, config_of(p, of_dq)
