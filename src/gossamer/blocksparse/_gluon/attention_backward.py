@@ -48,6 +48,13 @@ from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
 
+@gluon.jit
+def of_taking(dq, lse, lost):
+    """Gradients of queries, 0 of those that take no key, and NaN where blocks are lost."""
+    lse = gl.convert_layout(lse, gl.SliceLayout(1, dq.type.layout))
+    return gl.where(lost, float("nan"), gl.where(gl.expand_dims(lse, 1) != float("inf"), dq, 0.0))
+
+
 @launch.Kernel
 @gluon.jit(do_not_specialize=["capacity"])
 def _attention_dq_kernel(
@@ -128,9 +135,7 @@ def _attention_dq_kernel(
         dq = warpgroup_mma(ds, matrix(k_bufs, (steps - 1) % (STAGES + 1)), dq, use_acc=steps > 1, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
     thread_barrier()
-    taking = gl.expand_dims(gl.convert_layout(of_lines, gl.SliceLayout(1, sums)), 1) != float("inf")
-    dq = gl.where(lost, float("nan"), gl.where(taking, dq * (scale * LN2), 0.0))
-    emit(dq_desc, q_bufs.index(0), dq, batch, head, first)
+    emit(dq_desc, q_bufs.index(0), of_taking(dq * (scale * LN2), of_lines, lost), batch, head, first)
     tma.store_wait(0)
 
 
@@ -160,14 +165,25 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
 
 
 @gluon.jit
-def clear_idle(q, grad, lse):
-    """Zeros in the rows of queries that take no key, which may hold NaN: weights of 0 would keep it."""
-    rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    taking = lse.permute((1, 0)).load(rows) != float("inf")
-    q.store(gl.where(taking, q.load(rows), 0.0))
-    grad.store(gl.where(taking, grad.load(rows), 0.0))
-    fence_async_shared()
-    thread_barrier()
+def idle_at(idle_ptr, order_ptr, rows_ptr, begin, step, steps, base, Tq, SPLIT: gl.constexpr, TILE: gl.constexpr):
+    """Whether one of the queries of the tile of `step` takes no key."""
+    at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT, TILE)
+    return gl.load(idle_ptr + at // TILE, mask=(step < steps) & (at < Tq), other=0) != 0
+
+
+@gluon.jit
+def clear_idle(some, q_bufs, g_bufs, stats, g_ready, slot, phase):
+    """Zeros in the rows of queries that take no key, if there are some. These rows may hold NaN, which weights of 0
+    would keep."""
+    if some:
+        mbarrier.wait(g_ready.index(slot), phase)
+        rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+        taking = stats.index(slot).slice(0, 1).permute((1, 0)).load(rows) != float("inf")
+        q, grad = matrix(q_bufs, slot), matrix(g_bufs, slot)
+        q.store(gl.where(taking, q.load(rows), 0.0))
+        grad.store(gl.where(taking, grad.load(rows), 0.0))
+        fence_async_shared()
+        thread_barrier()
 
 
 @launch.Kernel
@@ -176,7 +192,6 @@ def _attention_dkdv_kernel(
     q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, idle_ptr, offsets_ptr, order_ptr, rows_ptr,
     elements_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
-    """`idle_ptr` says of each tile of queries whether one of them takes no key."""
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK: gl.constexpr = CONFIG.block_n
     SPLIT_Q: gl.constexpr = CONFIG.block_q // BLOCK
@@ -194,9 +209,8 @@ def _attention_dkdv_kernel(
     thread_barrier()
 
     tiles = gl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK)
-    program = gl.program_id(0)
-    batch, key_head = program // tiles // (H // GROUP), program // tiles % (H // GROUP)
-    first = program % tiles * BLOCK
+    first, pair = gl.program_id(0) % tiles * BLOCK, gl.program_id(0) // tiles
+    batch, key_head = pair // (H // GROUP), pair % (H // GROUP)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     limit, shift = reached(lengths_ptr, batch, Tq, Tk)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
@@ -204,8 +218,7 @@ def _attention_dkdv_kernel(
 
     keys = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores))
     inner = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
-    dk = gl.zeros([BLOCK, D], gl.float32, sums)
-    dv = gl.zeros([BLOCK, D], gl.float32, sums)
+    dk, dv = gl.zeros([BLOCK, D], gl.float32, sums), gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
     k, v = owned(k_bufs, k_ready), owned(v_bufs, v_ready)
     count = 0
@@ -220,18 +233,17 @@ def _attention_dkdv_kernel(
             place = (count + i) % STAGES
             fetch_with(q_desc, q_bufs, stats_desc, stats, q_ready, place, batch, head, H, start, i < steps)
             fetch(grad_desc, g_bufs, g_ready, place, batch, head, start, i < steps)
-        dk = warpgroup_mma_init(dk)
-        dv = warpgroup_mma_init(dv)
+        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
+        # Told a step ahead, so that no copy is waited for longer.
+        some_idle = idle_at(idle, order_ptr, rows_ptr, begin, 0, steps, base, Tq, SPLIT_Q, BLOCK)
         for step in range(steps):
             slot = count % STAGES
             at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT_Q, BLOCK)
             ahead = row_at(order_ptr, rows_ptr, begin, step - 1 + STAGES, steps, base, SPLIT_Q, BLOCK)
             cut = cut_at(elements_ptr, gl.load(order_ptr + begin + step // SPLIT_Q))
-            some_idle = gl.load(idle + at // BLOCK, mask=at < Tq, other=0)
+            next_idle = idle_at(idle, order_ptr, rows_ptr, begin, step + 1, steps, base, Tq, SPLIT_Q, BLOCK)
             mbarrier.wait(q_ready.index(slot), count // STAGES & 1)
-            if some_idle != 0:
-                mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
-                clear_idle(matrix(q_bufs, slot), matrix(g_bufs, slot), stats.index(slot).slice(0, 1))
+            clear_idle(some_idle, q_bufs, g_bufs, stats, g_ready, slot, count // STAGES & 1)
             s = warpgroup_mma(k, matrix(q_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
             dp = warpgroup_mma(v, matrix(g_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -242,18 +254,16 @@ def _attention_dkdv_kernel(
             later = (step > 0) & (step - 1 + STAGES < steps)
             fetch_with(q_desc, q_bufs, stats_desc, stats, q_ready, free, batch, head, H, ahead, later)
             fetch(grad_desc, g_bufs, g_ready, free, batch, head, ahead, later)
-            lse = stats.index(slot).slice(0, 1).load(scores)
-            p = exp2(s * scale - lse)
+            p = exp2(s * scale - stats.index(slot).slice(0, 1).load(scores))
             p = masked_columns(p, at, inner, keys, first + BLOCK, limit, shift, elements_ptr, cut, step, CONFIG)
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), operand), matrix(g_bufs, slot), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             delta = stats.index(slot).slice(1, 1).load(scores)
             ds = gl.convert_layout((p * (dp - delta)).to(q_desc.dtype), operand)
             dk = warpgroup_mma(ds, matrix(q_bufs, slot), dk, is_async=True)
-            count += 1
+            count, some_idle = count + 1, next_idle
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        dk = gl.where(lost, float("nan"), dk)
-        dv = gl.where(lost, float("nan"), dv)
+        dk, dv = gl.where(lost, float("nan"), dk), gl.where(lost, float("nan"), dv)
         thread_barrier()
     emit(dk_desc, k_bufs.index(0), dk * (scale * LN2), batch, key_head, first)
     emit(dv_desc, v_bufs.index(0), dv, batch, key_head, first)
