@@ -48,8 +48,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield decode("decode", 4096, 65536, 2304, 72, dtype, compiled=True)
         for shape in ((32, 65536, 768, 64, fp32), (256, 65536, 768, 64, fp32), (32, 131072, 512, 128, fp32)):
             yield ready(*shape)
-        for dtype in (bf16, fp32):
-            yield ready(4096, 65536, 2304, 72, dtype)
 
     for name, F, D, l0 in REAL:
         if not small:
@@ -64,6 +62,9 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield ready(32, F, D, l0, fp32, name="ready_l0", sweep="L0")
     for width in (1024, 4096) if small else (4096, 16384, 32768, 65536, 131072):
         yield ready(32, width, D, 64, fp32, name="ready_features", sweep="F")
+    if not small:
+        for dtype in (bf16, fp32):
+            yield ready(4096, 65536, 2304, 72, dtype)
     for B in (1, 16, 256) if small else (1, 4, 16, 64, 256, 1024, 4096):
         yield decode("sweep_batch", B, F, D, 64, fp32, sweep="B")
     for rows, latents, width, dtype in () if small else DENSITIES:
