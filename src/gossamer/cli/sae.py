@@ -21,16 +21,13 @@ from torch import distributed
 from gossamer import extract as extraction
 from gossamer import nn
 from gossamer._core.files import make_folder, write_text, write_whole
+from gossamer.cli.application import Commands
 from gossamer.cli.environment import resolve_device
 from gossamer.cli.page import visible
 from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
 
-sae = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Train sparse autoencoders, extract their latents to disk, and look at them.",
-)
+sae = Commands("Train sparse autoencoders, extract their latents to disk, and look at them.")
 
 _SOURCE = typer.Argument(
     help="Activations: .safetensors and .npy files, or folders of them, in order. With --model: text files "
