@@ -134,7 +134,7 @@ def test_registers_of_block_sparse_softmax(mask: str, lines: int, step: int, war
 
 @pytest.mark.full
 @pytest.mark.parametrize("hopper, targets", [(True, ["sm_90"]), (False, list(aot.TARGETS))])
-@pytest.mark.parametrize("m", [16, 32, 64])
+@pytest.mark.parametrize("m", [16, 32, 64, 128])
 def test_every_tile_of_linear_glu_fits(
     m: int, hopper: bool, targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
