@@ -29,10 +29,16 @@ SECTIONS = (
     ),
     Section(
         "Autoencoders: training steps",
-        "The loss and all gradients, without an optimizer. JumpReLU keeps pre-activations for rows with more latents "
-        "than slots: it takes **more memory** than a compiled dense step.",
+        "The loss and all gradients, without an optimizer; Matryoshka has five widths. Eager, the host bounds a step.",
         "nn-nvidia-h200",
-        ("train_topk", "train_batchtopk", "train_jumprelu"),
+        ("train_topk", "train_batchtopk", "train_matryoshka"),
+    ),
+    Section(
+        "Autoencoders: training steps of JumpReLU",
+        "As above, also while many latents fire. JumpReLU keeps pre-activations for rows with more latents than slots: "
+        "where few fire it takes **more memory** than a compiled dense step.",
+        "nn-train-jumprelu-nvidia-h200",
+        ("train_jumprelu",),
     ),
     Section(
         "SAELens, as it is and patched",
@@ -54,12 +60,6 @@ SECTIONS = (
         " of 64 neighbouring tokens. Eager, the host bounds a block of up to 16 tokens: it is **slower than dense**.",
         "ffn-blocks-nvidia-h200",
         ("gated",),
-    ),
-    Section(
-        "Whole models with sparse feed-forward blocks",
-        "Llama-like models of 8 to 38 layers; `entries` is how many of the 5,632 neurons of a block fire for a token.",
-        "ffn-models-nvidia-h200",
-        ("model",),
     ),
     Section(
         "Block-sparse attention",

@@ -94,14 +94,7 @@ def test_autocast_and_bfloat16(kind: str, device: torch.device, generator: torch
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
-    x = dense.sample(40, generator)
-    model = make(kind, device)
-    eager = copy.deepcopy(model)
-    want = eager.loss(x)
-    got = compiled(lambda x: model.loss(x))(x)
-    torch.testing.assert_close(got.loss, want.loss)
-    torch.testing.assert_close(dense.gradients(got, model), dense.gradients(want, eager))
-    assert torch.equal(model.steps_since_fired, eager.steps_since_fired)
+    dense.compare_compiled(make(kind, device), dense.sample(40, generator), compiled)
 
 
 @pytest.mark.gpu
@@ -112,6 +105,27 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
         model.loss(x).loss.backward()
         with without_a_sync():
             model.loss(x).loss.backward()
+
+
+@pytest.mark.parametrize("names", [("mse",), ("further_mse",), ("reconstruction",), ("reconstruction", "further_mse")])
+def test_each_term_of_nested_widths(names: tuple[str, ...], device: torch.device, generator: torch.Generator) -> None:
+    """Against autograd's sum over `reconstructions`, also for the gradient of x."""
+    weights = [0.5, 0.0, 2.0]
+    model = make("matryoshka", device, widths=[1, 7, 50, 96], inner_weights=weights, dtype=torch.float64)
+    x = dense.sample(40, generator).to(device).double().requires_grad_()
+    direction = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(device)
+    got = copy.deepcopy(model).loss(x)._asdict()
+    *inner, whole = model.reconstructions(model.encode(x))
+    errors = [(x - each).square().sum(1).mean() for each in inner]
+    want = {"mse": (x - whole).square().sum(1).mean(), "reconstruction": whole}
+    want["further_mse"] = torch.stack([error * weight for error, weight in zip(errors, weights)]).sum()
+    for found in (got, want):
+        found["reconstruction"] = (found["reconstruction"] * direction).sum()
+    gradients = []
+    for found in (got, want):
+        gradients.append(torch.autograd.grad(torch.stack([found[name] for name in names]).sum(), x))
+    torch.testing.assert_close([got[name] for name in names], [want[name] for name in names])
+    torch.testing.assert_close(*gradients)
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -176,6 +190,8 @@ def test_gates_are_thresholds(device: torch.device, generator: torch.Generator) 
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 4, 8)), ValueError, r"widths must ascend and end with d_sae = 8"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=()), ValueError, r"widths must ascend and end with .* got \(\)"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(0, 8)), ValueError, "widths must be at least 1, got 0"),
+        (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=8), TypeError, r"MatryoshkaSAE: widths must be a list .*, got int"),
+        (lambda: nn.MatryoshkaSAE(4, 8, 2, inner_weights=1), TypeError, "inner_weights must be a list .*, got int"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(0.5, 8)), TypeError, "widths must be an int, got float"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 8), inner_weights=(1, 1)), ValueError, "2 widths .* got 2"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 8), inner_weights=(-1,)), ValueError, "at least 0 .* got -1"),

@@ -22,7 +22,7 @@ Paths = dict[str, dict[str, dict[str, str]]]
 
 
 def doctor() -> None:
-    """Show versions and devices, say which path each public function takes on them, and check the results.
+    """Show versions and devices, name the code that computes each function on them, and check its results.
 
     The check computes the functions on small random data on every device, and compares with float64: seconds on a CPU,
     up to two minutes on a GPU that has compiled nothing yet. The exit code is 1 if anything differs or raises.
@@ -98,8 +98,7 @@ def _self_check(device: torch.device, paths: Paths, console: Console) -> list[st
         done += 1
         path = " and ".join(sorted(kinds)) or "PyTorch"
         taken = paths.setdefault(check.name, {}).setdefault(str(device), {})
-        if check.variant != "dense":
-            taken.setdefault(path, check.variant)
+        taken.setdefault(path, check.variant)
         if not error <= check.budget:
             failures.append(f"{check} on {device}: differs from float64 by {error:.2g}, more than {check.budget:g}")
     console.print(f"{device}: {done} results compared in {time.monotonic() - start:.1f} s")
