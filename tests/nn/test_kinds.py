@@ -190,6 +190,8 @@ def test_gates_are_thresholds(device: torch.device, generator: torch.Generator) 
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 4, 8)), ValueError, r"widths must ascend and end with d_sae = 8"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=()), ValueError, r"widths must ascend and end with .* got \(\)"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(0, 8)), ValueError, "widths must be at least 1, got 0"),
+        (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=8), TypeError, r"MatryoshkaSAE: widths must be a list .*, got int"),
+        (lambda: nn.MatryoshkaSAE(4, 8, 2, inner_weights=1), TypeError, "inner_weights must be a list .*, got int"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(0.5, 8)), TypeError, "widths must be an int, got float"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 8), inner_weights=(1, 1)), ValueError, "2 widths .* got 2"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 8), inner_weights=(-1,)), ValueError, "at least 0 .* got -1"),

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from demo.model import ByteModel, ModelConfig
 from gossamer import nn
 from gossamer.extract.source import Source
 from gossamer.train import SAEConfig, SAERun, checkpoint, evaluate_sae
@@ -54,6 +55,15 @@ def files(folder: Path) -> dict[str, bytes]:
     found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.glob("*=*/*")}
     tensors = load_file(checkpoint.found(folder / "checkpoints")[-1][1])
     return found | {name: tensor.float().numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def stream() -> Tensor:
+    """The residual stream of the demo's byte model, with its first weights, on the README."""
+    torch.manual_seed(0)
+    model, text = ByteModel(ModelConfig()), bytearray((ROOT / "README.md").read_bytes())
+    tokens = torch.frombuffer(text, dtype=torch.uint8).long().split(model.config.context)[:-1]
+    with torch.no_grad():
+        return model.residual(torch.stack(tokens[:32])).flatten(0, 1)
 
 
 def run(config: SAEConfig, source: Any, folder: Path, **options: Any) -> SAERun:
@@ -93,8 +103,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from gossamer.train import SAEConfig, SAERun
-from tests.train.test_sae import rows
-run = SAERun(SAEConfig(**eval(sys.argv[1])), rows(), Path(sys.argv[2]), checkpoint_every=5, log_every=5)
+from tests.train.test_sae import stream
+run = SAERun(SAEConfig(**eval(sys.argv[1])), stream(), Path(sys.argv[2]), checkpoint_every=5, log_every=5)
 print("began", flush=True)
 run.train()
 """

@@ -31,6 +31,8 @@ MANY = 4096
 """Rows from which on counts are recorded more often, and programs are given fewer registers."""
 FEW = 16
 """Rows up to which the time goes into reading weights."""
+WAITING = 512
+"""Rows up to which an eager block waits for the host, which a call that counts takes several times as long."""
 
 
 class _Rates(NamedTuple):
