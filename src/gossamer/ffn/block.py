@@ -156,7 +156,8 @@ def activated(block: Block) -> Tensor:
     """The output of the activation, dense `[..., N]`."""
     z = linear(block.x, block.gate_weight, block.gate_bias)
     if block.threshold is not None:
-        return torch.where(z <= block.threshold.clamp(min=0), 0, z)
+        silent = z <= block.threshold.clamp(min=0)
+        return z.masked_fill(silent, 0) if torch.is_grad_enabled() else z.masked_fill_(silent, 0)
     # In place a product stays in the cache, and nothing is allocated; a tensor with a gradient is not overwritten.
     z = torch.relu(z) if torch.is_grad_enabled() else torch.relu_(z)
     return z.square() if block.activation == "relu2" else z
