@@ -371,15 +371,18 @@ def draw() -> None:
 
 
 def measure(patterns: list[str]) -> int:
-    """Runs the commands that match; the number of those that failed."""
-    found = (item.command for items in DOCUMENTS.values() for item in items if item.stem)
+    """Runs the commands that match; the number of those that failed, or 1 where none matches."""
+    found = dict.fromkeys(item.command for items in DOCUMENTS.values() for item in items if item.stem)
+    known = [command for command in found if " corpus " not in command]
+    chosen = [c for c in known if any(fnmatchcase(c, pattern) for pattern in patterns or ["*"])]
+    if not chosen:
+        print(f"--measure must match one of these commands, got {', '.join(patterns)}:", *known, sep="\n  ")
     failed = 0
-    for command in dict.fromkeys(found):
-        if " corpus " not in command and any(fnmatchcase(command, pattern) for pattern in patterns or ["*"]):
-            print(f"$ {command}", flush=True)
-            _, *words = shlex.split(command)
-            failed += subprocess.run([sys.executable, *words], cwd=ROOT).returncode != 0
-    return failed
+    for command in chosen:
+        print(f"$ {command}", flush=True)
+        _, *words = shlex.split(command)
+        failed += subprocess.run([sys.executable, *words], cwd=ROOT).returncode != 0
+    return failed + (not chosen)
 
 
 def main(arguments: list[str]) -> int:
