@@ -339,6 +339,8 @@ def case_errors(rank: int, world: int, device: torch.device) -> None:
         encode(x[:, :2], W, activation="relu")
     with pytest.raises(ValueError, match=r"sae\.encode: activation must be .* got 'batchtopk'"):
         encode(x, W, activation="batchtopk")
+    with pytest.raises(ValueError, match=r"sae\.encode: activation must be another than gemm.GroupMax beside a group"):
+        encode(x, W, activation=gemm.GroupMax(1))
     with pytest.raises(TypeError, match=r"sae\.decode: acts must be .* got Tensor. Pack"):
         decode(x, W)
     rows = encode(x, W, activation="relu")

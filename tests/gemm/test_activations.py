@@ -31,6 +31,7 @@ def test_values() -> None:
     [
         (lambda: gemm.TopK(0), ValueError, "gemm.TopK: k must be at least 1, got 0"),
         (lambda: gemm.TopK(2.0), TypeError, "gemm.TopK: k must be an int, got float"),
+        (lambda: gemm.GroupMax(0), ValueError, "gemm.GroupMax: k must be at least 1, got 0. It is the"),
         (lambda: gemm.BatchTopK(True), TypeError, "gemm.BatchTopK: k must be an int, got bool"),
         (lambda: gemm.TopK(2, torch.ones(3, 1)), ValueError, r"gemm.TopK: scale must have shape \[N\], got \[3, 1\]"),
         (lambda: gemm.BatchTopK(2, [1.0]), TypeError, "gemm.BatchTopK: scale must be a torch.Tensor, got list"),
@@ -60,5 +61,5 @@ def test_in_a_compiled_graph(compiled: Any) -> None:
     threshold = torch.rand(60)
     torch.testing.assert_close(compiled(inside)(x, threshold), inside(x, threshold))
     outside = lambda x, activation: sae.encode(x, W, None, activation).to_dense()  # noqa: E731
-    for activation in (gemm.JumpReLU(threshold), gemm.BatchTopK(3), "relu"):
+    for activation in (gemm.JumpReLU(threshold), gemm.BatchTopK(3), gemm.GroupMax(6), "relu"):
         torch.testing.assert_close(compiled(outside)(x, activation), outside(x, activation))

@@ -393,7 +393,10 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
     nn.save_sae(make("topk", device), folder, layout="sparsify")
     config = json.loads((folder / "cfg.json").read_text())
     (folder / "cfg.json").write_text(json.dumps(config | {"signed": True}))
-    with pytest.raises(ValueError, match="signed = True"):
+    with pytest.raises(ValueError, match=r"signed = True, which these modules do not do\.$"):
+        nn.load_sae(folder)
+    (folder / "cfg.json").write_text(json.dumps(config | {"activation": "groupmax"}))
+    with pytest.raises(ValueError, match=r"activation = 'groupmax', .* sae.encode does, with gemm.GroupMax\(k\)"):
         nn.load_sae(folder)
     save_file({}, folder / "sae.safetensors")
     (folder / "cfg.json").write_text(json.dumps(config))

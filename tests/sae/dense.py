@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer import sae
-from gossamer.gemm import AbsTopK, BatchTopK, JumpReLU, TopK
+from gossamer.gemm import AbsTopK, BatchTopK, GroupMax, JumpReLU, TopK
 from gossamer.rowsparse import Rows
 from gossamer.sae.encode_path import choose_path
 
@@ -39,6 +39,8 @@ def valued(
     """`others`, and the activation of a name as a value: for tests that go through all of them."""
     if activation == "jumprelu":
         return {"activation": JumpReLU(threshold, bandwidth, ste_to_input), **others}
+    if activation == "groupmax":
+        return {"activation": GroupMax(k), **others}
     kind = {"topk": TopK, "abstopk": AbsTopK, "batchtopk": BatchTopK}.get(activation)
     return {"activation": activation if kind is None else kind(k, scale), **others}
 
@@ -51,6 +53,12 @@ def selected(z: Tensor, activation: str, k: int | None = None, threshold: Tensor
         return positive & ~(z <= threshold.double())
     if k is None:
         return positive
+    if activation == "groupmax":
+        # The first of equal ones: `argmax` of NumPy, for which NaN is largest.
+        first = torch.from_numpy(z.cpu().unflatten(-1, (k, -1)).numpy().argmax(-1)).to(z.device)[..., None]
+        return positive & torch.zeros_like(z.unflatten(-1, (k, -1)), dtype=torch.bool).scatter_(
+            -1, first, True
+        ).flatten(-2)
     groups = z.reshape(1 if activation == "batchtopk" else -1, -1 if activation == "batchtopk" else z.shape[-1])
     count = k * (math.prod(z.shape[:-1]) if activation == "batchtopk" else 1)
     # A stable sort leaves ties in the order of their index; NaN counts as largest.

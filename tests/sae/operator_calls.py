@@ -34,6 +34,7 @@ def _encode(device: torch.device) -> None:
         {"activation": gemm.JumpReLU(threshold, 0.5, ste_to_input=True), "capacity": 3},
         {"activation": gemm.TopK(4)},
         {"activation": gemm.BatchTopK(4)},
+        {"activation": gemm.GroupMax(3)},
         {"activation": gemm.TopK(4, torch.rand(N, device=device))},
     ):
         rows = sae.encode(x, W, b, **options)

@@ -14,14 +14,14 @@ from gossamer import gemm
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.pack import check_capacity
 from gossamer.sae import count_fired, decode, encode
-from gossamer.sae.encode_path import RANKED
 from gossamer.testing import assert_close, assert_exact, dense64
 from tests import strategies
 from tests.sae.dense import encode_with_l0, selected, valued, whole
 from tests.syncs import without_a_sync
 
 NAN, INF = math.nan, math.inf
-ACTIVATIONS = ("relu", "jumprelu", "topk", "abstopk", "batchtopk")
+ACTIVATIONS = ("relu", "jumprelu", "topk", "abstopk", "batchtopk", "groupmax")
+SCALED = ("topk", "abstopk", "batchtopk")
 
 
 def check(rows: Rows, acts: Tensor, capacity: int | None = None) -> None:
@@ -58,6 +58,8 @@ def capacities(activation: str, *others: Any) -> tuple[Any, ...]:
 def options_for(activation: str, n: int, k: int, threshold: Tensor) -> dict[str, Any]:
     if activation == "jumprelu":
         return {"activation": activation, "threshold": threshold}
+    if activation == "groupmax":
+        k = max(groups for groups in range(1, min(k, n) + 1) if n % groups == 0)
     return {"activation": activation} if activation == "relu" else {"activation": activation, "k": min(k, n)}
 
 
@@ -79,7 +81,7 @@ def test_encode(activation: str, data: st.DataObject, dtype: torch.dtype, device
     if activation in ("relu", "jumprelu"):
         capacity = data.draw(st.one_of(st.none(), st.just("exact"), st.integers(1, 70)))
     scale = None
-    if activation in RANKED and data.draw(st.booleans()):
+    if activation in SCALED and data.draw(st.booleans()):
         # Powers of 2: no dtype rounds their products.
         scale = strategies.laid_out(whole((n,), 1, generator, torch.float32).exp2(), data.draw(strategies.LAYOUTS))
     rows, l0 = encode_with_l0(x, W, b, **valued(b_dec=b_dec, capacity=capacity, scale=scale, **options))
@@ -116,7 +118,7 @@ def test_every_way_through_the_rows(
     for capacity in capacities(activation, 3, n, "exact") if mode != "interpreter" else capacities(activation, 3):
         slots = check_capacity("", capacity, n) if activation in ("relu", "jumprelu") else None
         check(encode(x, W, b, **valued(capacity=capacity, **options)), acts, slots)
-    if activation in RANKED:
+    if activation in SCALED:
         scale = whole((n,), 1, generator, torch.float32).exp2()
         acts = torch.where(selected(z * scale.double(), **options), z, 0)
         check(encode(x, W, b, **valued(scale=scale.to(dtype), **options)), acts)
@@ -142,11 +144,14 @@ def test_against_plain_pytorch(
         assert (dense < 0).any() and torch.equal(dense.sign()[kept], z.sign().to(dtype)[kept])
         z, acts = z.abs(), acts.abs()
     border = z[acts > 0].min() if activation == "batchtopk" else acts.masked_fill(acts == 0, INF).amin(1, keepdim=True)
+    if activation == "groupmax":
+        groups = acts.unflatten(-1, (options["k"], -1))
+        border = groups.amax(-1, keepdim=True).expand_as(groups).flatten(-2)
     border = {"relu": 0.0, "jumprelu": 1.5}.get(activation, border)
     assert not (kept & (z < border - margin)).any() and not (~kept & (z > border + margin)).any()
 
 
-@pytest.mark.parametrize("activation", RANKED)
+@pytest.mark.parametrize("activation", SCALED)
 def test_ties_go_to_the_lowest_index(activation: str, dtype: torch.dtype, device: torch.device) -> None:
     W = torch.ones(1, 100, device=device, dtype=dtype)
     W[0, 70] = 2
@@ -169,14 +174,14 @@ def test_not_a_number_and_infinity(
     x, W = torch.zeros(2, 4, device=device, dtype=dtype), torch.zeros(4, 9, device=device, dtype=dtype)
     options = options_for(activation, 9, 4, torch.full((9,), 2.0, device=device))
     rows = encode(x, W, b, **valued(capacity=capacity, **options))
-    kept = {"relu": [1, 2, 3, 4, 7], "abstopk": [1, 3, 4, 5]}.get(activation, [1, 2, 3, 4])
+    kept = {"relu": [1, 2, 3, 4, 7], "abstopk": [1, 3, 4, 5], "groupmax": [1, 3, 7]}.get(activation, [1, 2, 3, 4])
     assert rows.counts.tolist() == [len(kept)] * 2
     expected = torch.zeros(2, 9, dtype=torch.float64, device=device)
     expected[:, kept] = b[kept].double()
     assert_exact(rows.to_dense(), expected)
     few = options_for(activation, 9, 2, torch.full((9,), 2.0, device=device))
     if "k" in few:
-        assert encode(x, W, b, **valued(**few)).indices.tolist() == [1, 3, 1, 3]
+        assert encode(x, W, b, **valued(**few)).indices.tolist() == [1, 3][: few["k"]] * 2
 
 
 def test_a_threshold_that_is_not_a_number_keeps_everything(dtype: torch.dtype, device: torch.device) -> None:
@@ -357,7 +362,7 @@ def test_negative_thresholds_act_as_zero(device: torch.device) -> None:
 
 @pytest.mark.parametrize(
     "activation, capacity",
-    [("relu", None), ("relu", 3), ("relu", "exact"), ("topk", None), ("abstopk", None), ("batchtopk", None)],
+    [("relu", 3), ("relu", "exact"), *((name, None) for name in ("relu", *SCALED, "groupmax"))],
 )
 def test_gradients(
     activation: str, capacity: int | None, dtype: torch.dtype, device: torch.device, generator: torch.Generator
@@ -389,7 +394,7 @@ def test_gradients(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="float64 runs on the CPU")
 @pytest.mark.parametrize(
     "activation, capacity",
-    [("relu", None), ("relu", 2), ("relu", "exact"), ("topk", None), ("abstopk", None), ("batchtopk", None)],
+    [("relu", 2), ("relu", "exact"), *((name, None) for name in ("relu", *SCALED, "groupmax"))],
 )
 def test_gradcheck(activation: str, capacity: int | None, generator: torch.Generator) -> None:
     leaves, _, _ = jumprelu_case((3,), 4, 15, torch.float64, generator)
@@ -575,6 +580,13 @@ OK_X, OK_W = torch.ones(2, 4), torch.ones(4, 8)
         ({"activation": gemm.JumpReLU(torch.ones(7))}, ValueError, r"threshold must have shape \[d_sae\] = \[8\]"),
         ({"activation": gemm.TopK(9)}, ValueError, r"k must be at most d_sae = 8, got 9"),
         ({"activation": gemm.BatchTopK(9)}, ValueError, r"k must be at most d_sae = 8, got 9"),
+        ({"activation": gemm.GroupMax(9)}, ValueError, r"k must be at most d_sae = 8, got 9"),
+        (
+            {"activation": gemm.GroupMax(6)},
+            ValueError,
+            r"sae.encode: k of gemm.GroupMax must divide d_sae = 8 into groups of one size, got 6. Take 4, for example",
+        ),
+        ({"activation": gemm.GroupMax(2), "capacity": 3}, ValueError, r"capacity belongs to the other .* got 3 for"),
         ({"activation": gemm.TopK(2, torch.ones(7))}, ValueError, r"scale must have shape \[d_sae\]"),
         ({"capacity": 0}, ValueError, r"capacity must be at least 1, got 0"),
         ({"capacity": 2.0}, TypeError, r"capacity must be an int, got float"),

@@ -60,6 +60,7 @@ def test_what_runs_is_named(device: torch.device, mode: str, monkeypatch: pytest
         "list": valued("jumprelu", threshold=threshold),
         "topk": valued("topk", k=4),
         "batch": valued("batchtopk", k=4),
+        "groups": valued("groupmax", k=4),
     }
     ranges = {} if mode == "cpu" else calls
     with profile(activities=[ProfilerActivity.CPU]) as seen:

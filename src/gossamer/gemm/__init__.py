@@ -4,9 +4,19 @@
 torch.Size([2, 3])
 """
 
-from gossamer.gemm.activations import AbsTopK, BatchTopK, ClampedSwiGLU, JumpReLU, TopK
+from gossamer.gemm.activations import AbsTopK, BatchTopK, ClampedSwiGLU, GroupMax, JumpReLU, TopK
 from gossamer.gemm.gated_mlp import gated_mlp
 from gossamer.gemm.linear_glu import linear_glu
 from gossamer.gemm.linear_pack import linear_pack
 
-__all__ = ["AbsTopK", "BatchTopK", "ClampedSwiGLU", "JumpReLU", "TopK", "gated_mlp", "linear_glu", "linear_pack"]
+__all__ = [
+    "AbsTopK",
+    "BatchTopK",
+    "ClampedSwiGLU",
+    "GroupMax",
+    "JumpReLU",
+    "TopK",
+    "gated_mlp",
+    "linear_glu",
+    "linear_pack",
+]

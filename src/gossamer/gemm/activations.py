@@ -170,6 +170,34 @@ class BatchTopK(TopK):
 
 
 @dataclass(frozen=True)
+class GroupMax:
+    """Keeps the largest z of each of k groups in a row, if it is above 0: a group has N / k consecutive columns. Ties
+    go to the lowest index, and NaN counts as largest. For `sae.encode` without a process group.
+
+    Args:
+        k: groups of a row; it divides N.
+
+    Raises:
+        TypeError: k is no int.
+        ValueError: k is below 1.
+
+    Source: EleutherAI's sparsify, `fused_encoder` with the activation "groupmax".
+
+    >>> GroupMax(32)
+    GroupMax(k=32)
+    """
+
+    k: int
+
+    def __post_init__(self) -> None:
+        checks.positive("gemm.GroupMax", "k", self.k, "It is the number of groups of a row.")
+
+    @property
+    def parameters(self) -> Parameters:
+        return Parameters("groupmax", self.k)
+
+
+@dataclass(frozen=True)
 class ClampedSwiGLU:
     """The gate of open-weight mixture-of-experts models: (clamp(up, -limit, limit) + 1) * g * sigmoid(alpha * g), where
     g is min(gate, limit). For `gemm.linear_glu`, `gemm.gated_mlp` and `nn.GatedMLP`, where PyTorch computes it.
@@ -206,7 +234,7 @@ class ClampedSwiGLU:
         return up.clamp(-self.limit, self.limit) + 1
 
 
-Activation = ReLU | ReLU2 | JumpReLU | TopK
+Activation = ReLU | ReLU2 | JumpReLU | TopK | GroupMax
 _NAMED: dict[str, Activation] = {"relu": ReLU(), "relu2": ReLU2()}
 
 

@@ -317,8 +317,9 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
 def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
     for name, neutral in {"activation": "topk", "signed": False}.items():
         if config.get(name, neutral) != neutral:
+            way = " sae.encode does, with gemm.GroupMax(k)." if config[name] == "groupmax" else ""
             raise ValueError(
-                f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do."
+                f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do.{way}"
             )
     d_in, k = _sizes(operator, folder, config, "d_in", "k")
     d_sae = config.get("num_latents") or round(d_in * config.get("expansion_factor", 0))

@@ -67,6 +67,16 @@ def equal_spans(counts: Tensor, slots: int) -> Tensor:
     return torch.stack([torch.where(counts > slots, m * slots, first), counts])
 
 
+def first_slots(values: Tensor, indices: Tensor, kept: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(values, indices, spans) of rows [M, slots] whose kept slots move to the front, in their order."""
+    counts, slots = kept.sum(1), kept.shape[1]
+    order = (~kept).to(torch.uint8).sort(dim=1, stable=True).indices
+    filled = torch.arange(slots, device=kept.device) < counts[:, None]
+    values = torch.where(filled, values.gather(1, order), 0)
+    indices = torch.where(filled, indices.gather(1, order), -1)
+    return values.flatten(), indices.flatten(), equal_spans(counts, slots)
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in the dtype of weight; a bias of another dtype is added in float32 at least."""
     if bias is None or bias.dtype is weight.dtype:

@@ -11,8 +11,8 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.compiling import together
 from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
-from gossamer.gemm import linear_pack
-from gossamer.gemm.activations import AbsTopK, Activation, BatchTopK, JumpReLU, Parameters, ReLU, TopK, resolve
+from gossamer.gemm import AbsTopK, BatchTopK, GroupMax, JumpReLU, TopK, linear_pack
+from gossamer.gemm.activations import Activation, Parameters, ReLU, resolve
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.dense_transpose import dense_transpose
@@ -28,7 +28,7 @@ from gossamer.sae._torch import encode as _cpu
 from gossamer.sae.encode_path import RANKED, Path, choose_path, named, row_stride
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
-ACTIVATIONS = (ReLU, JumpReLU, TopK, AbsTopK, BatchTopK)
+ACTIVATIONS = (ReLU, JumpReLU, TopK, AbsTopK, BatchTopK, GroupMax)
 _checked: Checked[tuple[int | None, Path]] = Checked()
 """Of each kind of call, the slots per row by a threshold, and the path without gradients."""
 
@@ -53,14 +53,15 @@ def encode(
         b_enc: `[d_sae]`, added in float32, or None.
         activation: `"relu"` keeps z > 0; `gemm.JumpReLU(threshold)` keeps z > threshold, and with a bandwidth
             gives the threshold a gradient; `gemm.TopK(k)` keeps the k largest of each row, and
-            `gemm.BatchTopK(k)` the k * M largest of all M rows together. An element that is not above 0 is never kept,
-            but by `gemm.AbsTopK(k)`, which keeps the k of each row that are farthest from 0.
+            `gemm.BatchTopK(k)` the k * M largest of all M rows together; `gemm.GroupMax(k)` keeps the largest of each
+            of k groups of d_sae / k consecutive latents. An element that is not above 0 is never kept, but by
+            `gemm.AbsTopK(k)`, which keeps the k of each row that are farthest from 0.
         b_dec: `[d_in]`, subtracted from x in float32, or None.
         capacity: slots per row for ReLU and JumpReLU, as in `rowsparse.pack`. A row with more entries stays exact: the
             container keeps its dense activation, or the operands of the product, W_enc, b_enc and threshold, which must
             then not change before the rows are read. With `"exact"` no row can overflow, and in training the
-            pre-activations are freed, where slots keep them and their gradient for rows that overflow. TopK has k slots
-            a row and BatchTopK k * M in all, and neither takes a capacity.
+            pre-activations are freed, where slots keep them and their gradient for rows that overflow. TopK and
+            GroupMax have k slots a row and BatchTopK k * M in all, and none of them takes a capacity.
         group: None, or a `torch.distributed` process group over whose ranks the latents are spread: see below.
 
     Returns:
@@ -77,11 +78,11 @@ def encode(
     the number of all latents keeps all that are above 0. Ties go to the lowest index in the whole, NaN counts as
     largest. ReLU and JumpReLU communicate in the backward pass alone. TopK gathers k values of each row and rank,
     BatchTopK sums 2, 4 or 7 histograms of 512 counts (for 16, 32 and 64 bits) and gathers a count of each row and rank;
-    with NCCL the host waits for nothing.
+    with NCCL the host waits for nothing. GroupMax takes no group.
 
     Raises:
-        ValueError: shapes or devices do not fit, an unknown activation, k above d_sae, a capacity below 1 or for an
-            activation that takes none, or `group` is no process group of this process.
+        ValueError: shapes or devices do not fit, an unknown activation, k above d_sae (of GroupMax: no divisor of it),
+            a capacity below 1 or for an activation that takes none, or `group` is no process group of this process.
         TypeError: dtypes differ or are not floating, or capacity is no int.
         NotImplementedError: `capacity="exact"` under CUDA-graph capture or `torch.compile`.
 
@@ -196,9 +197,15 @@ def check_operands(
 
 
 def check_capacity(operator: str, activation: Parameters, capacity: int | str | None, d_sae: int) -> int | None:
-    """Slots per row by a threshold, None for as many as there are entries and for TopK and BatchTopK."""
+    """Slots per row by a threshold, None for as many as there are entries and for activations that keep a number."""
     if activation.k > d_sae:
         raise ValueError(f"{operator}: k must be at most d_sae = {d_sae}, got {activation.k}.")
+    if activation.name == "groupmax" and d_sae % activation.k:
+        near = max(k for k in range(1, activation.k) if d_sae % k == 0)
+        raise ValueError(
+            f"{operator}: k of gemm.GroupMax must divide d_sae = {d_sae} into groups of one size, got {activation.k}. "
+            f"Take {near}, for example, or gemm.TopK."
+        )
     if activation.name in RANKED:
         if capacity is not None:
             raise ValueError(

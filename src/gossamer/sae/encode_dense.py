@@ -7,14 +7,14 @@ import torch
 from torch import Tensor
 
 from gossamer._core.operator import register
-from gossamer.gemm.activations import Activation, resolve
+from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, ReLU, TopK, resolve
 from gossamer.rowsparse import Density
 from gossamer.rowsparse.dense_product import dense_product
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae._torch import encode_dense as _cpu
-from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, has_window
+from gossamer.sae.encode import check_capacity, check_operands, has_window
 from gossamer.sae.records import SaeEncodeDense, SaeEncodeDenseBwd
 
 
@@ -29,7 +29,7 @@ def encode_dense(
     """The latents of `encode` as a dense tensor: plain products, and one pass over the latents each way.
 
     Args:
-        x, W_enc, b_enc, activation, b_dec: as in `encode`.
+        x, W_enc, b_enc, activation, b_dec: as in `encode`, AbsTopK and GroupMax left out.
 
     Returns:
         `(acts, l0, fired, nnz)`: acts `[..., d_sae]` in the dtype of W_enc; l0 `[...]` and its gradient as those of
@@ -47,7 +47,7 @@ def encode_dense(
     [[1.0, 0.0, 2.0]]
     """
     operator = "sae.encode"
-    parameters = resolve(operator, activation, ACTIVATIONS).parameters
+    parameters = resolve(operator, activation, (ReLU, JumpReLU, TopK, BatchTopK)).parameters
     name, k, bandwidth, ste_to_input, threshold, scale = parameters
     W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
     n, leading = W_enc.shape[1], x.shape[:-1]

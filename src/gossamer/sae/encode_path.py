@@ -11,9 +11,9 @@ from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.gemm.linear_pack_path import SLOTS, TILE
 
-RANKED = ("topk", "abstopk", "batchtopk")
+RANKED = ("topk", "abstopk", "batchtopk", "groupmax")
 """Activations that keep a number of entries."""
-Path = Literal["torch", "tiles", "list", "bound", "topk", "batch"]
+Path = Literal["torch", "tiles", "list", "bound", "topk", "batch", "groups"]
 operator.PATHS["sae.encode"] = {
     "tiles": "ReLU or JumpReLU without gradients on Hopper, 16 bits, from 512 rows and 2^25 pre-activations on, and a "
     "capacity of at most a sixteenth of the columns: `gemm.linear_pack`",
@@ -22,6 +22,7 @@ operator.PATHS["sae.encode"] = {
     "selected from them",
     "topk": "all other calls with TopK, and AbsTopK: a product, and a selection in each row",
     "batch": "BatchTopK: a product, and a selection among all rows",
+    "groups": "GroupMax: a product in blocks of rows, and the largest of each group, by plain PyTorch",
 }
 
 FILLED = 1 << 15
@@ -32,8 +33,8 @@ def choose_path(activation: str, m: int, k: int, weight: Tensor, capacity: int |
     """How x `[m, d_in]` is encoded with a weight `[d_in, d_sae]`; the table in docs/sae.md has the same rules.
 
     Args:
-        activation: "relu", "jumprelu", "topk", "abstopk" or "batchtopk".
-        k: of the last three.
+        activation: "relu", "jumprelu", "topk", "abstopk", "batchtopk" or "groupmax".
+        k: of the last four.
         capacity: slots per row by a threshold, of a call without gradients; None for other calls.
     """
     by_threshold = activation in ("relu", "jumprelu")
@@ -47,6 +48,8 @@ def choose_path(activation: str, m: int, k: int, weight: Tensor, capacity: int |
         return "list"
     if activation == "batchtopk":
         return "batch"
+    if activation == "groupmax":
+        return "groups"
     return "bound" if activation == "topk" and has_bound(m, k, weight) else "topk"
 
 

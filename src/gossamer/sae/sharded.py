@@ -19,9 +19,9 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.ops import refuse_second, returned
-from gossamer.gemm.activations import Activation, BatchTopK, JumpReLU, Parameters, TopK, resolve
+from gossamer.gemm.activations import Activation, BatchTopK, GroupMax, JumpReLU, Parameters, TopK, resolve
 from gossamer.rowsparse import Rows
-from gossamer.rowsparse.formats import equal_spans
+from gossamer.rowsparse.formats import first_slots, threshold_dtype
 from gossamer.rowsparse.pack import default_capacity, pack_operator
 from gossamer.rowsparse.records import PackRows
 from gossamer.rowsparse.rows import unchecked
@@ -46,6 +46,11 @@ def encode_sharded(
     operator = "sae.encode"
     check_group(operator, group)
     activation = resolve(operator, activation, ACTIVATIONS)
+    if type(activation) is GroupMax:
+        raise ValueError(
+            f"{operator}: activation must be another than gemm.GroupMax beside a group, because latents of one maximum "
+            "may lie on two ranks. Take gemm.TopK, or leave group out with all latents on each rank."
+        )
     parameters: Parameters = activation.parameters  # type: ignore[union-attr]
     W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)
     x = copy_to_ranks(x, group)
@@ -163,13 +168,8 @@ def _keep_largest(rows: Rows, slots: int, k: int, scale: Tensor | None, group: A
         kept = torch.zeros_like(gathered, dtype=torch.bool).scatter_(1, order, True) & (gathered != 0)
         first = dist.get_rank(group) * k
         mine = kept[:, first : first + slots]
-        counts = mine.sum(1)
-        moved = (~mine).to(torch.uint8).sort(dim=1, stable=True).indices
-        filled = torch.arange(slots, device=rows.device) < counts[:, None]
-        indices = torch.where(filled, indices.gather(1, moved), -1)
-        l0 = counts.to(torch.promote_types(rows.dtype, torch.float32))
-    values = torch.where(filled, rows.packed.values[: m * slots].view(m, slots).gather(1, moved), 0)
-    return unchecked(values.flatten(), indices.flatten(), equal_spans(counts, slots), rows.shape, None, l0)
+    values, indices, spans = first_slots(rows.packed.values[: m * slots].view(m, slots), indices, mine)
+    return unchecked(values, indices, spans, rows.shape, None, spans[1].to(threshold_dtype(rows.dtype)))
 
 
 def _batch_topk(

@@ -6,6 +6,7 @@ from torch import Tensor
 from gossamer.rowsparse._torch.pack import buffers_of, nonzero_positions, overflowed_rows, row_offsets_of
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae.encode_path import RANKED
+from gossamer.sae.group_max import group_max
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
 
 # The integers of a dtype's bit patterns, and the pattern that stands for NaN.
@@ -32,6 +33,8 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     Without a capacity the entries of a threshold lie side by side; TopK has k slots a row, BatchTopK k * M in all.
     """
     x, weight, bias, b_dec, threshold, activation, k, bandwidth, capacity, scale, *_ = call
+    if activation == "groupmax":
+        return group_max(call)
     pre = pre_activations(x, weight, bias, b_dec)
     m, n = pre.shape
     ranks = activation in RANKED

@@ -1,10 +1,10 @@
 """The encoder on the GPU: a product, and the listing of its pre-activations.
 
-`encode_path.choose_path` names the path. "bound" never writes the pre-activations (`topk`); the others start from them:
-"topk" lists candidates and takes the largest (`select`), "batch" does so for all rows together (`batchtopk`), and
-"list" lists the elements that exceed a threshold. There a row that has more entries than slots is overwritten by its
-activation afterwards, so that the pre-activations serve as the container's source: -0.0 stands for an entry of value 0,
-+0.0 for none.
+`encode_path.choose_path` names the path. "bound" never writes the pre-activations (`topk`), "groups" writes those of a
+block of rows at a time (`sae.group_max`); the others start from them: "topk" lists candidates and takes the largest
+(`select`), "batch" does so for all rows together (`batchtopk`), and "list" lists the elements that exceed a threshold.
+There a row that has more entries than slots is overwritten by its activation afterwards, so that the pre-activations
+serve as the container's source: -0.0 stands for an entry of value 0, +0.0 for none.
 """
 
 import torch
@@ -20,6 +20,7 @@ from gossamer.rowsparse.formats import empty_slots
 from gossamer.sae._triton import batchtopk, select, topk
 from gossamer.sae._triton.select import load_pre
 from gossamer.sae.encode_path import choose_path, named, row_stride
+from gossamer.sae.group_max import group_max
 from gossamer.sae.records import SaeEncode
 
 GROUPS = 128
@@ -71,6 +72,8 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         if path == "bound":
             values, indices, spans, l0 = topk.row_topk(x, weight, bias, scale, k)
             return values, indices, spans, none, l0
+        if path == "groups":
+            return group_max(call)
         absolute = activation == "abstopk"
         z, bias = _pre_activations(x, weight, bias, 0.0 if absolute else float("-inf"))
         more = z.shape[1] - n
