@@ -1,12 +1,14 @@
 """From the indexer's inputs to words of selected keys, slab by slab, never holding [Tq, Tk].
 
 A score is stored as a *key*: an int16 from 1 to 31,742 that divides the range from 0 to the sum of the query's gates
-evenly, 8 to 15 times as fine as a float16 near the largest. 0 is a key that the query does not see, 31,743 is NaN, and
-31,744 stands for the always-kept keys. As bit patterns of float16 these order like the integers they are (the largest
-is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is taken through three kernels:
+evenly, 8 to 15 times as fine as a float16 near the largest, or for the activation "relu" has a score's upper bits (see
+`key_of`). 0 is a key that the query does not see, 31,743 is NaN, and 31,744 stands for the always-kept keys. As bit
+patterns of float16 these order like the integers they are (the largest is infinity), so that one `set.ge.f16x2`
+compares two. A slab of rows is taken through three kernels:
 
 1. `_index_keys_kernel` scores it: a program owns (64 queries, every PARTS-th tile of keys), the heads' queries held,
-   and is bound by one `tanh.approx` a head and key. Hopper has a kernel of its own for many keys, in `_gluon`.
+   and is bound by one `tanh.approx` a head and key, or with "relu" by products. Hopper has a kernel of its own for many
+   keys, in `_gluon`.
 2. `threshold` finds each row's k-th largest key and, for ties, the last column at which that key is taken.
 3. `_take_kernel` compares 64 queries' keys with their thresholds, two keys an instruction: a thread owns some columns
    and walks the rows, 16 bytes of each and some rows at a time, so that nothing passes between threads, and 16 rows of
@@ -34,27 +36,53 @@ from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.attention import levels
 from gossamer.attention._triton import candidates
-from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
+from gossamer.attention._triton._indexer import (
+    activated,
+    in_units,
+    load_bias,
+    load_gates,
+    load_tile,
+    valid_keys,
+    visible_keys,
+)
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.few_rows import find_in_segments
-from gossamer.attention._triton.indexer_scores import check_width, fast, tile
+from gossamer.attention._triton.indexer_scores import check_width, fast, kernel_activation, tile
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
 from gossamer.attention.records import SelectTopk
 
 LEVELS = tl.constexpr(levels.LEVELS)
+ZERO, TINY = tl.constexpr(levels.ZERO), tl.constexpr(levels.TINY)
+FIRST_BITS, STEP_BITS = tl.constexpr(levels.FIRST_BITS), tl.constexpr(levels.STEP_BITS)
 COLUMNS = 128
 """A slab's rows are this many keys apart, or a multiple: a tile of scores writes so many."""
 
 
 @triton.jit
-def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, FAST: tl.constexpr):
-    """score + weight * sigmoid(q . k * scale + bias), or with FAST, of halved weight, bias and scale, weight * tanh."""
+def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):
+    """score + weight * activation of q . k * scale + bias; "tanh" takes a halved weight, bias and scale."""
     x = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias
-    if FAST:
+    if ACTIVATION == "tanh":
         gate = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
     else:
-        gate = 1.0 / (1.0 + tl.exp(-x))
+        gate = activated(x, ACTIVATION)
     return score + weight[:, None] * gate
+
+
+@triton.jit
+def key_of(score, ACTIVATION: tl.constexpr):
+    """The key of a score, in the low bits: for "relu" the upper bits of its magnitude plus TINY, either
+    side of ZERO."""
+    if ACTIVATION == "relu":
+        bits = score.to(tl.int32, bitcast=True)
+        steps = (tl.abs(score) + TINY).to(tl.int32, bitcast=True) - FIRST_BITS
+        steps = tl.minimum(steps >> STEP_BITS, ZERO - 1)
+        return tl.where(score == score, ZERO + tl.where(bits < 0, -steps, steps), 31743)
+    else:
+        # The GPU's smaller of NaN and a number is the number.
+        score = tl.minimum(score, 31743.0) if ACTIVATION == "tanh" else tl.where(score == score, score, 31743.0)
+        # Adding 2^23 rounds to an integer, in the low bits.
+        return (score + 8388608.0).to(tl.int32, bitcast=True)
 
 
 @launch.kernel
@@ -62,7 +90,7 @@ def _index_keys_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, BLOCK_M rows of the slab), the longest rows first."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
@@ -76,12 +104,12 @@ def _index_keys_kernel(
     w_ptr += batch * Tq * HEADS
     total = tl.zeros([BLOCK_M], tl.float32)
     for h in range(HEADS):
-        total += load_gates(w_ptr, rows, h, Tq, HEADS)
+        total += tl.abs(load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION))
     # A query all of whose gates are closed scores 0 everywhere.
-    norm = tl.where(total == 0, 0.0, LEVELS / total)
-    lowest = tl.full([BLOCK_M], 1.0, tl.float32)
+    norm = tl.where(total == 0, 0.0, (1.0 if ACTIVATION == "relu" else LEVELS) / total)
+    lowest = tl.full([BLOCK_M], 0.0 if ACTIVATION == "relu" else 1.0, tl.float32)
     part = 1.0
-    if FAST:
+    if ACTIVATION == "tanh":
         # sigmoid(x) = (1 + tanh(x / 2)) / 2: the constant terms are added once.
         norm *= 0.5
         lowest += norm * total
@@ -92,7 +120,7 @@ def _index_keys_kernel(
     if HELD:
         for h in tl.static_range(HEADS):
             queries = queries + (load_tile(q_ptr + tl.cast(h, tl.int64) * stride_qh, rows, stride_qt, Tq, D, BLOCK_D),)
-            weights = weights + (load_gates(w_ptr, rows, h, Tq, HEADS) * norm,)
+            weights = weights + (load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm,)
     out = keys_ptr + (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
     least = tl.min(tl.where(rows < Tq, visible, Tk), axis=0)
     end = tl.max(visible, axis=0)
@@ -106,19 +134,14 @@ def _index_keys_kernel(
         if HELD:
             for h in tl.static_range(HEADS):
                 bias = load_bias(bias_ptr, h) * part
-                score = add_head(score, queries[h], k, weights[h], bias, scale, PRECISION, FAST)
+                score = add_head(score, queries[h], k, weights[h], bias, scale, PRECISION, ACTIVATION)
         else:
             for h in range(HEADS):
                 q = load_tile(q_ptr + tl.cast(h, tl.int64) * stride_qh, rows, stride_qt, Tq, D, BLOCK_D)
-                weight = load_gates(w_ptr, rows, h, Tq, HEADS) * norm
-                score = add_head(score, q, k, weight, load_bias(bias_ptr, h) * part, scale, PRECISION, FAST)
-        if FAST:
-            # The GPU's smaller of NaN and a number is the number.
-            score = tl.minimum(score, 31743.0)
-        else:
-            score = tl.where(score == score, score, 31743.0)
-        # Adding 2^23 rounds to an integer, in the low bits.
-        key = (score + 8388608.0).to(tl.int32, bitcast=True).to(tl.int16)
+                weight = load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm
+                bias = load_bias(bias_ptr, h) * part
+                score = add_head(score, q, k, weight, bias, scale, PRECISION, ACTIVATION)
+        key = key_of(score, ACTIVATION).to(tl.int16)
         if at + BLOCK_N > least:
             key = tl.where(keys[None, :] < visible[:, None], key, 0).to(tl.int16)
         if UNIT == 1:
@@ -291,7 +314,8 @@ class _Call:
         self.q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
         # Keys stand one behind the other, as in a slice of a longer cache too.
         self.k = k if k.stride()[1:] == (k.shape[2], 1) else k.contiguous()
-        self.w, self.bias, self.lengths, self.scale = call.w, call.bias, call.lengths, call.scale
+        self.w, self.bias, self.lengths = call.w, call.bias, call.lengths
+        self.scored = call.scale, call.activation
         self.b, self.heads, self.tq, self.d = q.shape
         self.tk = k.shape[1]
         # A word's 64 queries, or as few as a product takes.
@@ -320,19 +344,20 @@ class _Call:
 
             given = (self.w, self.bias, self.lengths, keys)
             sparing = hopper.Sparing(flags)
-            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), self.scale, sparing)
+            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), *self.scored, sparing)
             return
         block = tile(self.d, self.q.element_size())
         rows, columns = min(block["BLOCK_M"], self.unit), block["BLOCK_N"]
+        scale, activation = self.scored
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
         meta = {"HEADS": self.heads, "D": self.d, "BLOCK_M": rows, "BLOCK_N": columns, "UNIT": self.granularity}
-        meta |= {"PRECISION": precision, "FAST": fast(self.q)}
+        meta |= {"PRECISION": precision, "ACTIVATION": kernel_activation(activation, self.q)}
         blocks = slab.rows // rows
         # Enough programs that the last wave is short.
         tiles = slab.columns * self.granularity // columns
         parts = max(1, min(tiles, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
         strides = (*self.q.stride()[:3], self.k.stride(0))
-        args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
+        args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), scale)
         _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, flags: Tensor | None) -> None:
@@ -354,10 +379,11 @@ class _Call:
         int8, holds the keys of any of the slabs."""
         from gossamer.attention._gluon import select_topk as hopper
 
-        assert self.tiles is not None
+        tiles = self.tiles
+        assert tiles is not None
         top, window, sinks = self.rule
         lists, sample = candidates.lists_of(top), candidates.sampled(self.k)
-        tiles = hopper.descriptors(self.q, sample)
+        sampled = hopper.descriptors(self.q, sample)
         width = round_up(sample.shape[1], COLUMNS)
         each = max(2 * width, 4 * (lists.entries + candidates.LISTS))
         room = room[-room.data_ptr() % candidates.ALIGNED :]
@@ -370,7 +396,7 @@ class _Call:
             with span("select_topk/bounds"):
                 keys = room[: 2 * width * rows].view(torch.int16)
                 sparing = hopper.Sparing(unit=candidates.STRETCH)
-                hopper.launch_index_keys(tiles, (*given, keys), rows, self.sizes(slab), self.scale, sparing)
+                hopper.launch_index_keys(sampled, (*given, keys), rows, self.sizes(slab), *self.scored, sparing)
                 given_keys, rule = (keys, self.lengths, None), (lists.reach, 1 - candidates.STRETCH, 0)
                 args = (rows, self.sizes(slab), rule, self.packed, candidates.STRETCH)
                 find_thresholds(given_keys, (bound, unused), *args)
@@ -378,7 +404,7 @@ class _Call:
             with span("select_topk/candidates"):
                 entries, counts = room[: each * rows].view(torch.int32).split(lists.entries * rows)[:2]
                 sparing = hopper.Sparing(bound=bound, counts=counts, parts=candidates.PARTS, kept=(window, sinks))
-                hopper.launch_index_keys(self.tiles, (*given, entries), rows, self.sizes(slab), self.scale, sparing)
+                hopper.launch_index_keys(tiles, (*given, entries), rows, self.sizes(slab), *self.scored, sparing)
                 self.words.view(-1, self.tk)[first // 64 : (first + rows) // 64].zero_()
                 found = (bound, self.threshold, self.last, flags)
                 sizes = (first, self.tq, self.padded, self.tk, self.ahead)
@@ -422,7 +448,7 @@ def select_topk(given: SelectTopk) -> Tensor:
 EXAMPLES = {
     _index_keys_kernel: {
         "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UNIT": 1,
-        "PRECISION": "ieee", "FAST": False, "num_stages": 3,
+        "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _take_kernel: {
         "keys_ptr": "*i16", "threshold_ptr": "*i32", "ROWS": 64, "BLOCK": 256, "UNIT": 1, "FORCED": True,
