@@ -168,6 +168,7 @@ def _indexer_lse_kernel(
     """Program (M queries, batch): the logarithm of the sum of the exponentials of the indexer's scores."""
     HEADS: tl.constexpr = SIZES.heads
     DI: tl.constexpr = SIZES.di
+    ACTIVATION: tl.constexpr = SIZES.activation
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
@@ -179,7 +180,7 @@ def _indexer_lse_kernel(
         slot = start + tl.arange(0, BLOCK_N)
         key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
         keep = taken(lists_ptr, slot, count, capacity, place, query < T)
-        scores, _ = student(qi, keys_of(ki_ptr, batch, key, T, DI), w, bias, scale, NI, M, SIZES.activation)
+        scores, _ = student(qi, keys_of(ki_ptr, batch, key, T, DI), w, bias, scale, NI, M, ACTIVATION)
         before = largest
         largest = tl.maximum(before, tl.max(tl.where(keep, scores, LEAST), axis=1))
         total *= tl.exp(before - largest)
@@ -199,6 +200,7 @@ def _indexer_rows_kernel(
     """
     HEADS: tl.constexpr = SIZES.heads
     DI: tl.constexpr = SIZES.di
+    ACTIVATION: tl.constexpr = SIZES.activation
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
@@ -217,12 +219,12 @@ def _indexer_rows_kernel(
             q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, batch, query, key, keep, T, H, drop, scale, SIZES
         )  # fmt: skip
         ki = keys_of(ki_ptr, batch, key, T, DI)
-        scores, u = student(qi, ki, w, bias, idx_scale, NI, M, SIZES.activation)
+        scores, u = student(qi, ki, w, bias, idx_scale, NI, M, ACTIVATION)
         if v_ptr is None:
             scores = scores - lse_idx[:, None]
             loss += tl.sum(tl.where(g == 0, 0.0, g * (tl.log(g) - scores)), axis=1)
             g = tl.where(keep, tl.exp(scores), 0.0) - g
-        of_weight, of_argument = slopes(g, u, w, NI, M, SIZES.activation)
+        of_weight, of_argument = slopes(g, u, w, NI, M, ACTIVATION)
         dw += tl.sum(of_weight, axis=1)
         db += tl.sum(of_argument, axis=1)
         dqi = tl.dot(of_argument.to(ki.dtype), ki, dqi, input_precision="ieee")
@@ -247,6 +249,7 @@ def _indexer_keys_kernel(
     `_sparse_attention_bwd_kv_kernel`."""
     HEADS: tl.constexpr = SIZES.heads
     DI: tl.constexpr = SIZES.di
+    ACTIVATION: tl.constexpr = SIZES.activation
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batches = entries // tl.cdiv(T, PARTS * 64)
@@ -279,10 +282,10 @@ def _indexer_keys_kernel(
                 q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, batch, query, key, keep, T, H, drop, scale, SIZES
             )  # fmt: skip
             qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS, DI)
-            scores, u = student(qi, ki, w, bias, idx_scale, NI, M, SIZES.activation)
+            scores, u = student(qi, ki, w, bias, idx_scale, NI, M, ACTIVATION)
             if v_ptr is None:
                 g = tl.where(keep, tl.exp(scores - lse_idx[:, None]), 0.0) - g
-            _, of_argument = slopes(g, u, w, NI, M, SIZES.activation)
+            _, of_argument = slopes(g, u, w, NI, M, ACTIVATION)
             dki = tl.dot(tl.trans(of_argument).to(qi.dtype), qi, dki, input_precision="ieee")
         await_entry(plan_ptr, done_ptr + entry - batches, entry - batches)
         mask = (slot < count)[:, None] & (column < DI)[None, :]

@@ -54,19 +54,40 @@ from gossamer.attention.records import SelectTopk
 LEVELS = tl.constexpr(levels.LEVELS)
 ZERO, TINY = tl.constexpr(levels.ZERO), tl.constexpr(levels.TINY)
 FIRST_BITS, STEP_BITS = tl.constexpr(levels.FIRST_BITS), tl.constexpr(levels.STEP_BITS)
+HEADS_BYTES = 1 << 15
+"""Bytes of a query's heads, at most, that are the rows of one product."""
 COLUMNS = 128
 """A slab's rows are this many keys apart, or a multiple: a tile of scores writes so many."""
 
 
 @triton.jit
-def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):
-    """score + weight * activation of q . k * scale + bias; "tanh" takes a halved weight, bias and scale."""
-    x = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias
-    if ACTIVATION == "tanh":
-        gate = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+def folded(total, ACTIVATION: tl.constexpr):
+    """(factor of the gates, key of a score of 0, factor of products and biases) of queries whose gates sum to `total`.
+    A query all of whose gates are closed scores 0 everywhere."""
+    norm = tl.where(total == 0, 0.0, (1.0 if ACTIVATION == "relu" else LEVELS) / total)
+    if ACTIVATION == "relu":
+        return norm, 0.0 * norm, 1.0
+    elif ACTIVATION == "tanh":
+        # sigmoid(x) = (1 + tanh(x / 2)) / 2: the constant terms are added once.
+        return 0.5 * norm, 1.0 + 0.5 * norm * total, 0.5
     else:
-        gate = activated(x, ACTIVATION)
-    return score + weight[:, None] * gate
+        return norm, 1.0 + 0.0 * norm, 1.0
+
+
+@triton.jit
+def unfolded(x, ACTIVATION: tl.constexpr):
+    """The activation of x, or tanh where `folded` has taken it for the sigmoid."""
+    if ACTIVATION == "tanh":
+        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        return activated(x, ACTIVATION)
+
+
+@triton.jit
+def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):
+    """score + weight * activation of q . k * scale + bias."""
+    x = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias
+    return score + weight[:, None] * unfolded(x, ACTIVATION)
 
 
 @triton.jit
@@ -83,6 +104,16 @@ def key_of(score, ACTIVATION: tl.constexpr):
         score = tl.minimum(score, 31743.0) if ACTIVATION == "tanh" else tl.where(score == score, score, 31743.0)
         # Adding 2^23 rounds to an integer, in the low bits.
         return (score + 8388608.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def store_keys(out, key, at, UNIT: tl.constexpr):
+    """Stores keys [rows, keys] from key `at` on as columns of rows that begin at `out` [rows, 1]."""
+    M: tl.constexpr = key.shape[0]
+    N: tl.constexpr = key.shape[1] // UNIT
+    if UNIT > 1:
+        key = tl.max(tl.reshape(key, [M, N, UNIT]), axis=2).to(tl.int16)
+    tl.store(out + (at // UNIT + tl.arange(0, N))[None, :], key)
 
 
 @launch.kernel
@@ -105,15 +136,7 @@ def _index_keys_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     for h in range(HEADS):
         total += tl.abs(load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION))
-    # A query all of whose gates are closed scores 0 everywhere.
-    norm = tl.where(total == 0, 0.0, (1.0 if ACTIVATION == "relu" else LEVELS) / total)
-    lowest = tl.full([BLOCK_M], 0.0 if ACTIVATION == "relu" else 1.0, tl.float32)
-    part = 1.0
-    if ACTIVATION == "tanh":
-        # sigmoid(x) = (1 + tanh(x / 2)) / 2: the constant terms are added once.
-        norm *= 0.5
-        lowest += norm * total
-        part = 0.5
+    norm, lowest, part = folded(total, ACTIVATION)
     scale *= part
     queries = ()
     weights = ()
@@ -144,12 +167,40 @@ def _index_keys_kernel(
         key = key_of(score, ACTIVATION).to(tl.int16)
         if at + BLOCK_N > least:
             key = tl.where(keys[None, :] < visible[:, None], key, 0).to(tl.int16)
-        if UNIT == 1:
-            tl.store(out + keys[None, :], key)
-        else:
-            columns = at // UNIT + tl.arange(0, BLOCK_N // UNIT)
-            key = tl.max(tl.reshape(key, [BLOCK_M, BLOCK_N // UNIT, UNIT]), axis=2).to(tl.int16)
-            tl.store(out + columns[None, :], key)
+        store_keys(out, key, at, UNIT)
+
+
+@launch.kernel
+def _index_keys_of_few_kernel(
+    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
+    first, Tq, padded, Tk, stride, ahead, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Program (part of the keys, query of the slab): a query's heads are the rows of one product."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(D, 16))
+    BLOCK_H: tl.constexpr = triton.next_power_of_2(max(HEADS, 16))
+    row = tl.program_id(1) // Tq * padded + tl.program_id(1) % Tq
+    batch, t = ((first + row) // padded).to(tl.int64), (first + row) % padded
+    visible = visible_keys(t, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    head = tl.minimum(tl.arange(0, BLOCK_H), HEADS - 1)
+    held = tl.arange(0, BLOCK_H) < HEADS
+    gates = load_gates(w_ptr + batch * Tq * HEADS, t + tl.zeros([BLOCK_H], tl.int32), head, Tq, HEADS, ACTIVATION)
+    gates = tl.where(held, gates, 0.0)
+    norm, lowest, part = folded(tl.sum(tl.abs(gates), axis=0), ACTIVATION)
+    bias = tl.zeros([BLOCK_H], tl.float32) + load_bias(bias_ptr, head) * part
+    q = load_tile(q_ptr + batch * stride_qb + t.to(tl.int64) * stride_qt, head, stride_qh, HEADS, D, BLOCK_D)
+    end = visible
+    if UNIT > 1:
+        # Readers of columns take 8 at once.
+        end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
+    for at in range(tl.program_id(0) * BLOCK_N, end, tl.num_programs(0) * BLOCK_N):
+        keys = at + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr + batch * stride_kb, keys, D, Tk, D, BLOCK_D)
+        x = tl.dot(q, k.T, input_precision=PRECISION) * (scale * part) + bias[:, None]
+        score = lowest + tl.sum((gates * norm)[:, None] * tl.where(held[:, None], unfolded(x, ACTIVATION), 0.0), axis=0)
+        key = tl.where(keys < visible, key_of(score, ACTIVATION), 0).to(tl.int16)
+        store_keys(keys_ptr + row.to(tl.int64) * stride + tl.zeros([1, 1], tl.int64), key[None, :], at, UNIT)
 
 
 @triton.jit
@@ -322,6 +373,10 @@ class _Call:
         self.unit = 64 if self.tq > 16 else 16
         self.padded = round_up(self.tq, self.unit)
         self.ahead = 1 if call.causal else self.tk + 1
+        heads = max(16, launch.next_power_of_2(self.heads))
+        # Rows of products that a key takes, and shared memory.
+        few = self.unit == 16 and self.tq * heads <= 8 * self.heads
+        self.heads_as_rows = few and heads * max(16, launch.next_power_of_2(self.d)) * q.element_size() <= HEADS_BYTES
         self.granularity = granularity
         self.rule = (call.top // granularity, call.window or 1 - granularity, launch.cdiv(call.sinks, granularity))
         rows = (self.b * self.padded,)
@@ -350,15 +405,18 @@ class _Call:
         rows, columns = min(block["BLOCK_M"], self.unit), block["BLOCK_N"]
         scale, activation = self.scored
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
-        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_M": rows, "BLOCK_N": columns, "UNIT": self.granularity}
+        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_N": columns, "UNIT": self.granularity}
         meta |= {"PRECISION": precision, "ACTIVATION": kernel_activation(activation, self.q)}
-        blocks = slab.rows // rows
+        if self.heads_as_rows:
+            kernel, blocks = _index_keys_of_few_kernel, slab.rows // self.padded * self.tq
+        else:
+            kernel, blocks, meta = _index_keys_kernel, slab.rows // rows, meta | {"BLOCK_M": rows}
         # Enough programs that the last wave is short.
         tiles = slab.columns * self.granularity // columns
         parts = max(1, min(tiles, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
         strides = (*self.q.stride()[:3], self.k.stride(0))
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), scale)
-        _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
+        kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, flags: Tensor | None) -> None:
         given, found = (keys, self.lengths, wanted), (self.threshold, self.last)
@@ -449,6 +507,10 @@ EXAMPLES = {
     _index_keys_kernel: {
         "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UNIT": 1,
         "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
+    },
+    _index_keys_of_few_kernel: {
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_N": 64, "UNIT": 1, "PRECISION": "ieee",
+        "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _take_kernel: {
         "keys_ptr": "*i16", "threshold_ptr": "*i32", "ROWS": 64, "BLOCK": 256, "UNIT": 1, "FORCED": True,
