@@ -57,7 +57,9 @@ def training(content: Content) -> list[list[str]]:
     lines = [["tokens, inputs a step", *ways]]
     for key in sorted({(run["length"], run["batch"]) for run in content["runs"]}):
         of = {run["way"]: run for run in content["runs"] if (run["length"], run["batch"]) == key}
-        cells = [f"{of[way]['peak_bytes'] / 2**30:.2f} GiB, {of[way]['seconds']:.1f} s" for way in ways if way in of]
+        cells = [f"{of[way]['peak_bytes'] / 2**30:.2f} GiB" for way in ways if way in of]
+        if key[1] > 1:
+            cells = [f"{cell}, {of[way]['seconds']:.1f} s" for cell, way in zip(cells, ways)]
         lines.append([f"{key[0]:,}, {key[1]}", *cells])
     share = content.get("largest_difference")
     same = "" if share is None else f"{share:.1e} of the first loss"
@@ -139,10 +141,14 @@ def gated(content: Content) -> list[list[str]]:
 
 
 def accuracy(content: Content) -> list[list[str]]:
-    lines = [["M, K, N", "gossamer - eager", "gossamer - float64", "eager - float64"]]
+    """Relative differences, and absolute ones between gossamer and eager PyTorch."""
+    known = ("largest", "mean") if "absolute" in content["sizes"][0] else ()
+    absolute = {name: f"{name} abs(gossamer - eager)" for name in known}
+    lines = [["M, K, N", "gossamer - eager", "gossamer - float64", "eager - float64", *absolute.values()]]
     for size in content["sizes"]:
         names = ("gossamer - eager", "gossamer - float64", "eager - float64")
         shown = [f"{size['relative'][name]['mean']:.2e}" for name in names]
+        shown += [f"{size['absolute'][name]['mean']:.2e}" for name in absolute]
         lines.append([", ".join(f"{size[name]:,}" for name in "MKN"), *shown])
     return lines
 
@@ -202,6 +208,8 @@ def steps(content: Content) -> list[list[str]]:
     lines = [["way", "tokens/ms", "peak GB", "mJ a token"]]
     for case in content["cases"]:
         way = f"{case['way']}, {'recomputing' if case['recompute'] else 'keeping activations'}"
+        if "entries" in case and case["way"] != "dense":
+            way += f", {case['entries']:.0f} entries"
         shown = [f"{case['tokens/ms']:.1f}", f"{case['peak_bytes'] / 1e9:.1f}", f"{case['mJ/token']:.1f}"]
         lines.append([way, *shown])
     return lines
@@ -241,7 +249,7 @@ SCALE = "Not made: eight GPUs train each of its models of 1.5 billion parameters
 TASKS = "Not made: it needs those models, and seven question sets"
 STEP = "python -m benchmarks.train.step --eager no --json benchmarks/results/train-step"
 CORPUS = "python -m benchmarks.train.compare corpus runs --runs silu,relu,l1,l1-dense --preset 0.5b --set layers=3"
-DRAWN = "Not measured: a drawing or a listing"
+DRAWN = "Not measured: drawings or lists"
 OPERATORS = ("matmul", "softmax", "scatter_reduce", "repeat_interleave")
 
 DOCUMENTS: dict[str, tuple[Item, ...]] = {
@@ -279,11 +287,12 @@ DOCUMENTS: dict[str, tuple[Item, ...]] = {
              said="printed"),
         Item("Profiles", f"{BENCH} attention --case gated_sparse_attention --profile", said="printed; or --ncu"),
         Item("Traffic of memory by kernel", said="Not made: counters need ncu; the peak of a call stands above"),
+        Item("Tables of tile sizes, of further steps, of files, options and ranges", said=DRAWN),
     ),
     "Sparser, Faster, Lighter Transformer Language Models": (
         Item("Figure 4; Tables 1, 3, 4, 5: forward, energy", f"{BENCH} ffn --case 'model*'", "ffn-model ffn-models",
              plots.models, whole),
-        Item("Table 1, Figure 5: training at 29 entries", f"{STEP}-1.5b-nvidia.json --preset 1.5b --entries 29",
+        Item("Table 1: training of the 1.5B model", f"{STEP}-1.5b-nvidia.json --preset 1.5b --entries 29",
              "train-step-1.5b", rows=steps),
         Item("Table 1: training of the 2B model",
              f"{STEP}-2b-nvidia.json --preset 2b --entries 24 --recompute yes --ways dense,gated_mlp,lists",
@@ -292,12 +301,15 @@ DOCUMENTS: dict[str, tuple[Item, ...]] = {
              f"{STEP}-1b-nvidia.json --preset 1b --entries 33 --ways dense,lists", "train-step-1b", rows=steps),
         Item("Table 1: training of the 0.5B model",
              f"{STEP}-0.5b-nvidia.json --preset 0.5b --entries 39 --ways dense,lists", "train-step-0.5b", rows=steps),
-        Item("Figure 5: other entries", f"{STEP}-N.json --preset 1.5b --entries N", said="not run"),
+        Item("Figure 5: training by entries",
+             f"{STEP}-entries-nvidia.json --preset 1.5b --entries 29,10,60,100,300 --recompute no --ways dense,lists",
+             "train-step-entries", plots.steps, steps),
         Item("Figures 2, 8 and 9, on 204M parameters", CORPUS, "train-wide-*", plots.curves),
         Item("Tables 1, 3 and 5, of those runs", CORPUS, "train-wide-*", rows=runs),
         Item("Table 2, of those runs", CORPUS, "train-wide-*", rows=settings),
         Item("Figures 6, 10 and 11, of those runs", CORPUS, "train-wide-*", rows=active),
-        Item("Figure 7: tokens and positions", said="Not made: it needs a trained model; `sparsity.report`"),
+        Item("Figures 6, 10 and 11: speed by layer", said="Not made: layers of a model are not timed apart"),
+        Item("Figure 7: tokens and positions", said="Not made: the models of those runs are not kept"),
         Item("Figures 2, 6, 8 to 11 at 1.5B, Table 5's recipes", said=SCALE),
         Item("Figure 3, Table 6, accuracies", said=TASKS),
         Item("Figure 12", said="Not made: it needs an RTX PRO 6000"),

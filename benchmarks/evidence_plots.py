@@ -176,6 +176,17 @@ def models(content: Content, path: Path) -> None:
     _finish(figure, panels, content, path, "forward pass of 28 layers, 16,384 tokens", plain="y")
 
 
+def steps(content: Content, path: Path) -> None:
+    """Figure 5 of that paper: speed and peak memory of a training step by entries."""
+    figure, panels = _panels(2)
+    dense, *found = content["cases"]
+    for axes, key, sign in ((panels[0], "tokens/ms", 1), (panels[1], "peak_bytes", -1)):
+        _line(axes, [(c["entries"], sign * 100 * (c[key] / dense[key] - 1)) for c in found], "lists")
+    panels[0].set(xlabel="entries of a token", ylabel="more tokens a second than dense, %")
+    panels[1].set(xlabel="entries of a token", ylabel="less peak memory than dense, %")
+    _finish(figure, panels, content, path, f"training step, {content['parameters'] / 1e9:.1f}B parameters", plain="y")
+
+
 def curves(content: Content, path: Path) -> None:
     """Figures 2 and 9: loss, entries and dead neurons by step."""
     figure, panels = _panels(3)

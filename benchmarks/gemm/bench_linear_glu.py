@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.engine import Case, Provider, random_matrix
+from benchmarks.engine import Case, Provider, copies, random_matrix
 from gossamer import gemm
 
 # Tokens, hidden size, intermediate size. 256 and 512 are chunks of a prefill, 1 to 128 tokens a step of decoding.
@@ -20,6 +20,9 @@ LLAMA = [
     (16384, 8192, 28672),
     (4096, 16384, 53248),
 ]
+# Tokens of a chunk, whose tiles of 128 rows fill different parts of a GPU; hidden and intermediate sizes of models.
+CHUNKS = (96, 128, 160, 200, 256, 300, 512, 800)
+CHUNK_SIZES = ((1024, 2816), (2048, 5632), (2048, 8192), (4096, 14336), (5120, 13824), (8192, 28672))
 # The figure of "Fused SwiGLU": its sizes, and its token counts from the largest on, for a run may be cut short.
 FIGURE = {"llama_8b": (4096, 14336), "llama_70b": (8192, 28672), "llama_405b": (16384, 53248)}
 TOKENS = (65536, 4096, 16384, 1024, 32768, 8192, 2048, 49152)
@@ -34,6 +37,9 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         return
     for shape in LLAMA:
         yield linear_glu(*shape, torch.bfloat16)
+    for shape in CHUNK_SIZES:
+        for tokens in CHUNKS:
+            yield _named("linear_glu_chunk", linear_glu(tokens, *shape, torch.bfloat16), ("gossamer", "dense", "Liger"))
     for name, shape in FIGURE.items():
         for tokens in TOKENS:
             yield _of_figure(name, tokens, *shape, torch.bfloat16)
@@ -42,14 +48,23 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
 def _of_figure(name: str, tokens: int, K: int, N: int, dtype: torch.dtype) -> Case:
     """The case by the model's name, without the ways that the figure does not compare."""
     case = linear_glu(tokens, K, N, dtype)
-    ways = tuple(p for p in case.providers if p.name not in ("gossamer, stacked", "torch.compile"))
-    return replace(case, name=name, providers=ways, sweep="M", energy=False)
+    ways = tuple(p.name for p in case.providers if p.name not in ("gossamer, stacked", "torch.compile"))
+    return replace(_named(name, case, ways), sweep="M")
+
+
+def _named(name: str, case: Case, ways: tuple[str, ...]) -> Case:
+    """The case by another name, with some of its providers, and without the energy of a call."""
+    return replace(case, name=name, providers=tuple(p for p in case.providers if p.name in ways), energy=False)
 
 
 def linear_glu(M: int, K: int, N: int, dtype: torch.dtype) -> Case:
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
-        stacked = random_matrix(2 * N, K, dtype, device, generator).mul_(K**-0.5)
-        return [(random_matrix(M, K, dtype, device, generator), stacked[:N].clone(), stacked[N:].clone(), stacked)]
+        made = []
+        for _ in range(copies(device, (M * K + 2 * N * K) * dtype.itemsize)):
+            stacked = random_matrix(2 * N, K, dtype, device, generator).mul_(K**-0.5)
+            both = stacked[:N].clone(), stacked[N:].clone()
+            made.append((random_matrix(M, K, dtype, device, generator), *both, stacked))
+        return made
 
     def dense(x: Tensor, gate: Tensor, up: Tensor, _: Tensor) -> Tensor:
         return F.silu(F.linear(x, gate)) * F.linear(x, up)

@@ -1,20 +1,22 @@
 """`integrations.transformers.patch` in use: decoding, prefill and single blocks, in bfloat16.
 
-    python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 96] [--seconds 8] [--decoding]
+    python -m benchmarks.integrations.generate [--model NAME ...] [--batch 1] [--tokens 12] [--rounds 9] [--decoding]
     python -m benchmarks.integrations.generate --graphs [--columns]  # CUDA graphs of a block and of a model's step
     python -m benchmarks.integrations.generate --compile    # generate with a static cache and torch.compile
 
 Models have the sizes of their names, few layers and random weights. A ReLU model gets a bias with which a layer lets
-29 of 5,632 neurons through. Eager calls of the plain and the patched model, and of a copy of the plain one, take turns
-token by token, so that a busy host slows all three; ratios are medians over such turns. Beside the time until the
-result stands the time that the calling thread has worked, and of a token the calls of Python's and C's functions and
-the launches, which no other work on the host changes. With OUT set, medians go to OUT/generate.json.
+29 of 5,632 neurons through. The plain and the patched model, and a copy of the plain one, take turns run by run, so
+that a busy host slows all three; ratios are medians over such turns, and the copy's ratio is the noise. Beside the
+time until the result stands the time that the calling thread has worked, and with --counts a token's calls of Python's
+and C's functions and its launches, which no other work on the host changes. Prefill and single blocks are those of
+Llama models. With OUT set, medians go to OUT/generate.json.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import gc
 import sys
 import time
 import warnings
@@ -83,27 +85,28 @@ def _synchronize() -> None:
         torch.cuda.synchronize()
 
 
-def turns(
-    calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 8, ahead: Callable[[], Any] = lambda: None
-) -> dict[str, Times]:
-    """Of each call the seconds until its result, and those that the calling thread has worked, one call after the other
-    in each round, after one round that is not counted. At least three rounds, and none after `seconds`. Each round
-    begins with another call, after `ahead`, which is not counted either."""
+def timed(call: Callable[[], Any]) -> tuple[float, float]:
+    """The seconds until the result of a call, and those that the calling thread has worked."""
+    _synchronize()
+    begin, worked = time.perf_counter(), time.thread_time()
+    call()
+    worked = time.thread_time() - worked
+    _synchronize()
+    return time.perf_counter() - begin, worked
+
+
+def turns(calls: dict[str, Callable[[], Any]], rounds: int, seconds: float = 8) -> dict[str, Times]:
+    """The times of each call, one after the other in each round, after one round that is not counted. At least three
+    rounds, and none after `seconds`. Each round begins with another call."""
     found: dict[str, Times] = {name: ([], []) for name in calls}
     end = time.perf_counter() + seconds
     names = list(calls)
     for turn in range(rounds + 1):
-        ahead()
         for name in names[turn % len(names) :] + names[: turn % len(names)]:
-            call = calls[name]
-            _synchronize()
-            begin, worked = time.perf_counter(), time.thread_time()
-            call()
-            worked = time.thread_time() - worked
-            _synchronize()
+            times = timed(calls[name])
             if turn:
-                found[name][0].append(time.perf_counter() - begin)
-                found[name][1].append(worked)
+                for kept, value in zip(found[name], times):
+                    kept.append(value)
         if turn >= 3 and time.perf_counter() > end:
             break
     return found
@@ -135,6 +138,7 @@ def counted(results: Results, label: str, calls: dict[str, Callable[[], Any]]) -
     """The counts of a token, the least of three."""
     row: dict[str, float] = {}
     for name, call in calls.items():
+        call()
         made = [functions(call) for _ in range(3)]
         row[f"{name}, functions of Python"], row[f"{name}, of C"] = map(min, zip(*made))
         if CUDA:
@@ -156,17 +160,35 @@ def steps(model: Any, ids: Tensor) -> Iterator[None]:
 
 
 def decoding(results: Results, name: str, models: dict[str, Any], ids: Tensor, options: Any) -> None:
-    """Tokens of the models, which take turns after every one."""
-    made = {kind: steps(model, ids) for kind, model in models.items()}
-    calls: dict[str, Callable[[], Any]] = {kind: partial(next, made_by) for kind, made_by in made.items()}
-    # cuDNN plans attention for each length anew, and takes longer for that than a token: nobody in turn shall do so.
-    ahead = partial(next, steps(models["plain"], ids))
-    for _ in range(12):  # the prompt, and as many tokens as blocks need to know their density
-        for call in (ahead, *calls.values()):
-            call()
+    """Tokens of the models, which take turns run by run; the first run of each is not counted. A run's time is the
+    median of its tokens."""
+    # A collection of the many objects that transformers makes takes longer than tokens.
+    gc.collect()
+    gc.freeze()
+    runs: dict[str, Times] = {kind: ([], []) for kind in models}
+    tokens: dict[str, list[float]] = {kind: [] for kind in models}
+    kinds, end = list(models), time.perf_counter() + options.seconds
+    for turn in range(options.rounds + 1):
+        for kind in kinds[turn % len(kinds) :] + kinds[: turn % len(kinds)]:
+            made = steps(models[kind], ids)
+            next(made)  # the prompt
+            found = [*zip(*(timed(partial(next, made)) for _ in range(options.tokens)))]
+            if turn:
+                for kept, times in zip(runs[kind], found):
+                    kept.append(median(times))
+                tokens[kind] += found[1]
+        if turn >= 3 and time.perf_counter() > end:
+            break
     name = f"{name}, decoding, batch {len(ids)}"
-    report(results, f"{name}, ms a token", turns(calls, options.tokens, options.seconds, ahead), 1e-3)
-    counted(results, f"{name}, counts of a token", calls)
+    report(results, f"{name}, ms a token", runs, 1e-3)
+    # A busy host slows most tokens, and the same share of each model's.
+    quiet = {kind: sorted(times)[len(times) // 10] for kind, times in tokens.items()}
+    results.note(
+        f"{name}, ms a token", **{f"{kind} / plain, quiet": quiet[kind] / quiet["plain"] for kind in kinds[1:]}
+    )
+    if options.counts:
+        calls = {kind: partial(next, steps(model, ids)) for kind, model in models.items()}
+        counted(results, f"{name}, counts of a token", calls)
 
 
 def report(results: Results, label: str, found: dict[str, Times], scale: float) -> None:
@@ -185,15 +207,15 @@ def report(results: Results, label: str, found: dict[str, Times], scale: float) 
 def eager(results: Results, name: str, models: dict[str, Any], options: Any) -> None:
     for batch in options.batch or [1, 8]:
         decoding(results, name, models, torch.randint(2, 32000, (batch, 8), device=DEVICE), options)
-    if name.startswith("opt") or options.decoding:
+    if not name.startswith("llama") or options.decoding:
         return
     ids = torch.randint(2, 32000, (8, 2048) if CUDA else (2, 32), device=DEVICE)
     calls = {kind: (lambda model=model: model(ids, logits_to_keep=1)) for kind, model in models.items()}
     for _ in range(6 if CUDA else 1):
         models["patched"](ids, logits_to_keep=1)
-    report(results, f"{name}, prefill {list(ids.shape)}, ms", turns(calls, 9 if CUDA else 1), 1e-3)
+    report(results, f"{name}, prefill {list(ids.shape)}, ms", turns(calls, 5 if CUDA else 1), 1e-3)
     size = models["plain"].model.layers[0].mlp.down_proj.weight.shape[0]
-    for rows in (1, 8, 64, 200, 1024):
+    for rows in options.rows or (1, 8, 64, 200, 1024):
         # Rows are normed, as a layer's are.
         x = torch.randn(1, rows, size, device=DEVICE, dtype=torch.bfloat16)
 
@@ -263,9 +285,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", action="append", choices=SIZES, help="repeatable; all by default")
     parser.add_argument("--batch", action="append", type=int, help="repeatable; 1 and 8 by default, and with graphs 16")
-    parser.add_argument("--tokens", type=int, default=96, help="tokens that each model decodes")
+    parser.add_argument("--tokens", type=int, default=12, help="tokens of a run")
+    parser.add_argument("--rounds", type=int, default=9, help="runs of each model")
     parser.add_argument("--seconds", type=float, default=8, help="no further turns of a measurement after so many")
     parser.add_argument("--decoding", action="store_true", help="no prefill and no single blocks")
+    parser.add_argument("--counts", action="store_true", help="functions and launches of a token")
+    parser.add_argument("--rows", action="append", type=int, help="tokens of a single block; repeatable")
     parser.add_argument("--layers", type=int, help="another number than the model's")
     parser.add_argument("--sparse", default="auto", help="the path of ReLU blocks")
     parser.add_argument("--columns", action="store_true", help="W_down of patched ReLU blocks lies by columns")
@@ -297,7 +322,7 @@ def main() -> None:
         print(f"  last paths {sorted({block.last_path for block in blocks if block is not None})}", flush=True)
         models.clear()
         del plain, patched, blocks
-    results.keep()
+        results.keep()
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -19,10 +20,21 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         return
     for M, nnz in ((2048, 29), (16384, 29), (16384, 98)):
         yield matmul(M, 5632, 2048, nnz, torch.bfloat16)
+    # Slots that say more or less of the entries in them.
+    for sizes in ((256, 14336, 4096), (2048, 32768, 1024), (4096, 14336, 4096), (16384, 5632, 2048)):
+        for nnz in (30, 98, 200):
+            for slots in (2 * nnz, 4 * nnz):
+                case = matmul(*sizes, nnz, torch.bfloat16, slots)
+                yield replace(
+                    case,
+                    name="matmul_slots",
+                    parameters={**case.parameters, "slots": slots},
+                    providers=case.providers[:3],
+                )
 
 
-def matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype) -> Case:
-    capacity = 2 * nnz
+def matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype, slots: int | None = None) -> Case:
+    capacity = slots or 2 * nnz
 
     def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, ...]]:
         return [

@@ -22,6 +22,15 @@ REAL = (
     ("gemma-scope-2b-l12-262k", 262144, 2304, 100),
     ("qwen-scope-3.5-2b-l12", 32768, 2048, 100),
 )
+# Batch, latents, width: dense latents whose number of entries decides between gathering and a dense product.
+DENSITIES = (
+    (64, 16384, 2304, torch.bfloat16),
+    (512, 32768, 1024, torch.bfloat16),
+    (4096, 16384, 2304, torch.bfloat16),
+    (4096, 24576, 768, torch.bfloat16),
+    (4096, 65536, 2304, torch.bfloat16),
+    (2048, 16384, 1024, torch.float32),
+)
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -39,8 +48,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield decode("decode", 4096, 65536, 2304, 72, dtype, compiled=True)
         for shape in ((32, 65536, 768, 64, fp32), (256, 65536, 768, 64, fp32), (32, 131072, 512, 128, fp32)):
             yield ready(*shape)
-        for dtype in (bf16, fp32):
-            yield ready(4096, 65536, 2304, 72, dtype)
 
     for name, F, D, l0 in REAL:
         if not small:
@@ -55,8 +62,15 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         yield ready(32, F, D, l0, fp32, name="ready_l0", sweep="L0")
     for width in (1024, 4096) if small else (4096, 16384, 32768, 65536, 131072):
         yield ready(32, width, D, 64, fp32, name="ready_features", sweep="F")
+    if not small:
+        for dtype in (bf16, fp32):
+            yield ready(4096, 65536, 2304, 72, dtype)
     for B in (1, 16, 256) if small else (1, 4, 16, 64, 256, 1024, 4096):
         yield decode("sweep_batch", B, F, D, 64, fp32, sweep="B")
+    for rows, latents, width, dtype in () if small else DENSITIES:
+        for share in (512, 256, 128, 32, 16):
+            case = decode("decode_density", rows, latents, width, latents // share, dtype)
+            yield replace(case, providers=case.providers[:2])
     if device.type == "cuda":
         for B in (32, 256) if small else (32, 256, 1024):
             for capacity in (512, 1024):

@@ -8,19 +8,28 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from benchmarks.engine import Case, Provider, copies, random_matrix
+from benchmarks.engine import Case, Provider, beside_dense, copies, random_matrix
 from gossamer import sae
 from gossamer.gemm import BatchTopK, JumpReLU, TopK
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
-    """The article's large batch in bfloat16; a small float32 one for `quick` and on the CPU."""
+    """The article's large batch in bfloat16; a small float32 one for `quick` and on the CPU. Beside dense
+    PyTorch alone: lists of their true size, for which the host waits, and few rows."""
     if quick or device.type == "cpu":
         shape, k, dtype = (64, 256, 4096), 16, torch.float32
     else:
         shape, k, dtype = (4096, 2304, 65536), 64, torch.bfloat16
     for activation in ("relu", "relu_csr", "jumprelu", "topk", "batchtopk"):
         yield encode(activation, *shape, k, dtype)
+    if dtype == torch.float32:
+        return
+    for dtype in (torch.bfloat16, torch.float32):
+        for shape in ((1024, 1024, 32768), (4096, 768, 24576), (4096, 2304, 16384), (16384, 1024, 32768)):
+            yield beside_dense(encode("relu_csr", *shape, 64, dtype))
+        for B in (1, 16):
+            yield beside_dense(encode("relu", B, 2304, 65536, 64, dtype))
+            yield beside_dense(encode("batchtopk", B, 768, 24576, 1024, dtype))
 
 
 def encode(activation: str, B: int, D: int, F: int, k: int, dtype: torch.dtype) -> Case:

@@ -12,7 +12,7 @@ from benchmarks.sae import bench_decode, bench_encode
 RANGES = (
     "B 1-32,768 (BatchTopK: from 512), d_in 256-8,192 and d_sae 4,096-131,072 in steps of 64, at least 2^23 weights, "
     "L0 or k 1 to d_sae / 128, log-uniform; at most 2^29 latents and 2^40 products, 2^38 in float32; encode: at least "
-    "2^30, as many slots as entries 2^36 in float32; bfloat16, float16, float32"
+    "2^30, as many slots as entries 2^37 in float32; bfloat16, float16, float32"
 )
 WILD = "d_in from 64, d_sae from 512, steps of 8, L0 1 to all (encode but ReLU: to half), any B and products"
 
@@ -23,7 +23,7 @@ def draw(random: Random, device: torch.device, quick: bool, wild: bool = False) 
     wild = wild or small
     kind = random.choice(["decode", "decode_ready", "relu", "relu_csr", "jumprelu", "topk", "batchtopk"])
     least, step = (1, 8) if wild else (512 if kind == "batchtopk" else 1, 64)
-    fewest = 1 if wild or kind.startswith("decode") else 2**36 if kind == "relu_csr" else 2**30
+    fewest = 1 if wild or kind.startswith("decode") else 2**37 if kind == "relu_csr" else 2**30
     while True:
         dtype = random.choice([torch.bfloat16, torch.float16, torch.float32])
         if small or (kind == "relu_csr" and not wild):

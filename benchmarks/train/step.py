@@ -21,7 +21,7 @@ import sys
 import time
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -65,28 +65,45 @@ def made(config: Config, device: torch.device) -> Transformer:
 
 @torch.no_grad()
 def make_sparse(model: Transformer, tokens: Tensor, entries: float) -> None:
-    """Gives each gate its bias and its part in the direction of activity; `tokens` as in a call of the model."""
+    """Gives each gate its part in the direction of activity, and its bias; `tokens` as in a call of the model."""
     weight = model.model.embed_tokens.weight
     direction = F.normalize(torch.randn(weight.shape[1], device=weight.device), dim=0)
     activity = torch.empty(weight.shape[0], 1, device=weight.device).exponential_().clamp_(max=5)
     weight.add_(0.1 * STD * weight.shape[1] ** 0.5 * activity * direction)
-
-    def shift(block: Any, args: tuple[Tensor]) -> None:
-        layer = block.gate_proj if hasattr(block, "gate_proj") else block.up_proj
-        x = args[0].flatten(0, 1).float()
+    for block in model.blocks():
+        layer = _first(block)
         deviation = STD * layer.in_features**0.5
         # A token of activity a has about 0.1 * sqrt(hidden) * a in this direction.
         layer.weight.sub_((layer.weight @ direction)[:, None] * direction)
         layer.weight.add_(SPREAD * deviation / (0.1 * layer.in_features**0.5) * direction)
+    let_through(model, tokens, entries)
+
+
+@torch.no_grad()
+def let_through(model: Transformer, tokens: Tensor, entries: float) -> None:
+    """Sets each gate's bias for so many entries of a token, layer by layer, for each changes the next layer's input."""
+
+    def shift(block: Any, args: tuple[Tensor]) -> None:
+        layer = _first(block)
+        x = args[0].flatten(0, 1).float()
         z = x[:: max(1, x.shape[0] // 1024)] @ layer.weight.t()
-        most = z.flatten().topk(round(entries * z.shape[0])).values
-        layer.bias = torch.nn.Parameter(-most[-1].expand(layer.out_features).clone(), requires_grad=False)
+        bias = -z.flatten().topk(round(entries * z.shape[0])).values[-1].expand(layer.out_features)
+        if layer.bias is None:
+            layer.bias = torch.nn.Parameter(bias.clone(), requires_grad=False)
+        else:
+            layer.bias.copy_(bias)
 
     hooks = [block.register_forward_pre_hook(shift) for block in model.blocks()]
     with torch.compiler.set_stance("force_eager"):
         model(tokens)
     for hook in hooks:
         hook.remove()
+
+
+def _first(block: Any) -> torch.nn.Linear:
+    """The layer whose results the activation takes."""
+    layer: torch.nn.Linear = block.gate_proj if hasattr(block, "gate_proj") else block.up_proj
+    return layer
 
 
 class Plain(nn.MLP):
@@ -180,7 +197,7 @@ def _moment(gpu: bool) -> Any:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--preset", default="1.5b")
-    parser.add_argument("--entries", type=float, default=29.0)
+    parser.add_argument("--entries", default="29", help="of a token on average; several with commas")
     parser.add_argument("--plain", action="store_true", help="blocks without a gate")
     parser.add_argument("--micro-batch", type=int)
     parser.add_argument("--parts", type=int, default=2, help="micro-batches of a step")
@@ -204,24 +221,29 @@ def main() -> None:
     generator = torch.Generator(device).manual_seed(1)
     shape = (given.parts, config.micro_batch, config.length + 1)
     tokens = torch.randint(0, config.vocabulary, shape, device=device, generator=generator)
-    make_sparse(model, tokens[0], given.entries)
+    counts = [float(entries) for entries in given.entries.split(",")]
+    make_sparse(model, tokens[0], counts[0])
     steps = Steps(model, given.parts)
-    found |= {"parameters": config.parameters, "entries": given.entries, "tokens": tokens[0].numel(), "cases": []}
-    for eager in given.eager.split(","):
-        for recompute in given.recompute.split(","):
+    found |= {"parameters": config.parameters, "entries": counts[0], "tokens": tokens[0].numel(), "cases": []}
+    for entries in counts:
+        if entries != counts[0]:
+            let_through(model, tokens[0], entries)
+        for eager, recompute, way in product(*(x.split(",") for x in (given.eager, given.recompute, given.ways))):
+            if way == "dense" and entries != counts[0]:
+                continue  # plain PyTorch computes the same, however many entries there are
             model.config = replace(config, recompute=recompute == "yes")
-            for way in given.ways.split(","):
-                case: dict[str, Any] = {"way": way, "recompute": recompute == "yes", "compile": eager == "no"}
-                try:
-                    case |= measured(steps, tokens, way, eager == "no")
-                except torch.OutOfMemoryError:
-                    case["error"] = "out of memory"
-                    steps.optimizer.zero_grad()
-                    torch.cuda.empty_cache()
-                found["cases"].append(case)
-                print(_shown(case), flush=True)
-                if given.json:
-                    given.json.write_text(json.dumps(found, indent=1) + "\n")
+            case: dict[str, Any] = {"way": way, "recompute": recompute == "yes", "compile": eager == "no"}
+            case |= {"entries": entries} if len(counts) > 1 else {}
+            try:
+                case |= measured(steps, tokens, way, eager == "no")
+            except torch.OutOfMemoryError:
+                case["error"] = "out of memory"
+                steps.optimizer.zero_grad()
+                torch.cuda.empty_cache()
+            found["cases"].append(case)
+            print(_shown(case), flush=True)
+            if given.json:
+                given.json.write_text(json.dumps(found, indent=1) + "\n")
 
 
 def _shown(case: dict[str, Any]) -> str:

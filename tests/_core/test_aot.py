@@ -134,7 +134,7 @@ def test_registers_of_block_sparse_softmax(mask: str, lines: int, step: int, war
 
 @pytest.mark.full
 @pytest.mark.parametrize("hopper, targets", [(True, ["sm_90"]), (False, list(aot.TARGETS))])
-@pytest.mark.parametrize("m", [16, 32, 64])
+@pytest.mark.parametrize("m", [16, 32, 64, 128])
 def test_every_tile_of_linear_glu_fits(
     m: int, hopper: bool, targets: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -155,13 +155,24 @@ def test_every_tile_of_linear_glu_fits(
 @pytest.mark.parametrize("target", aot.TARGETS)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 @pytest.mark.parametrize(
-    "name, rows", [("ONE", 1), ("SOME", 2), ("SOME", 16), ("MANY", 16), ("HOPPER", 16), ("HOPPER_MANY", 16)]
+    "name, rows",
+    [
+        ("ONE", 1),
+        ("SOME", 2),
+        ("SOME", 16),
+        ("MANY", 16),
+        ("HOPPER", 16),
+        ("HOPPER_MANY", 16),
+        ("WIDE", 16),
+        ("WIDE_MANY", 16),
+        ("WIDE_COLUMNS", 16),
+    ],
 )
 def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: str) -> None:
     """As `project` launches them, and with a weight of down that is stored row by row."""
     from gossamer.ffn._triton import few
 
-    hopper = name.startswith("HOPPER")
+    hopper = name.startswith(("HOPPER", "WIDE"))
     dots, tile, part = hopper or name == "MANY", getattr(few, name), 2 if dtype == "fp32" else 1
     exact = dtype == "fp32" and target == "gfx942"
     if (name == "MANY" and (exact or target == "sm_90")) or (name, dtype) == ("SOME", "bf16"):
@@ -174,17 +185,18 @@ def test_every_tile_of_few_rows_fits(name: str, rows: int, dtype: str, target: s
     hidden = {"BLOCK_N": columns, "BLOCK_K": of_gate // part, "BLOCK_U": of_up // part}
     down = {"BLOCK_N": columns, "BLOCK_U": slots // part, "BLOCK_D": width, "PARTS": parts, "TAKEN": tile.taken}
     down_options: dict[str, Any] = {"num_warps": tile.down_launch[0], "maxnreg": tile.down_launch[1]}
-    for name, sizes, options in (
+    launched = [
         ("hidden", hidden, {"num_warps": warps, "num_stages": stages, "maxnreg": registers}),
         ("down", down, down_options),
         ("down by rows", down, down_options),
-    ):
-        kernel, example = KERNELS[f"_triton._few_{name.split()[0]}_kernel"]
+    ]
+    for which, sizes, options in launched[: 2 if name == "WIDE_COLUMNS" else 3]:
+        kernel, example = KERNELS[f"_triton._few_{which.split()[0]}_kernel"]
         signature = {argument: kind.replace("bf16", dtype) for argument, kind in example["signature"].items()}
         constexprs = example["constexprs"] | sizes | {"ROWS": rows, "DEPENDENT": target == "sm_90"}
         constexprs |= {"PRECISION": "none" if not dots else "tf32" if dtype == "fp32" else "ieee"}
         signature |= {"values_ptr": f"*{dtype}" if dots else "*fp32"}
-        if name == "down by rows":
+        if which == "down by rows":
             signature |= {"stride_dd": "i32", "stride_dn": "constexpr"}
             constexprs = {key: value for key, value in constexprs.items() if key != "stride_dd"}
             constexprs |= {"stride_dn": 1, "BY_ROWS": True}

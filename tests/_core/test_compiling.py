@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from gossamer._core.compiling import THREADS, NotCompiled, together, walk
+from gossamer._core.compiling import THREADS, NotCompiled, ahead, together, walk
 
 launch = pytest.importorskip("gossamer._core.launch")
 
@@ -87,6 +87,27 @@ def test_kernels_compile_side_by_side_and_launch_in_order(capturing: list[bool])
     del log[:]
     assert function("c", "a") == "done"
     assert log == [("launched", "c"), ("launched", "a")]
+
+
+def test_kernels_compile_ahead_and_none_runs(capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    log: list[tuple[str, str]] = []
+    a, b = (launch.Kernel(fn) for fn in _kernels(log, "a", "b").values())
+    x = torch.zeros(16)
+
+    def function() -> None:
+        a((1, 1, 1), (x,), {})
+        b((1, 1, 1), (x,), {})
+
+    capturing[0] = True
+    ahead(function)
+    assert not log
+    capturing[0] = False
+    ahead(function)
+    assert sorted(log) == [("compiled", "a"), ("compiled", "b")]
+    function()
+    assert log[2:] == [("launched", "a"), ("launched", "b")]
 
 
 def test_a_later_kernel_alone(capturing: list[bool]) -> None:

@@ -54,6 +54,22 @@ def test_streams_share_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     assert launch.zeros(4, cpu) is not first
 
 
+def test_a_graph_zeroes_nothing_that_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zeros of a call before the capture outlive the graph; without one, and in a warm-up run, the pool has its own."""
+    graph, capturing, cpu = [True], [True], torch.device("cpu")
+    monkeypatch.setattr(launch, "_blank", {})
+    monkeypatch.setattr(launch, "in_graph_pool", lambda device: graph[0])
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
+    assert launch.zeros(4, cpu) is not launch.zeros(4, cpu)
+    graph[0] = False
+    first = launch.zeros(4, cpu)
+    graph[0] = True
+    assert launch.zeros(4, cpu) is first and launch.zeros(8, cpu) is not launch.zeros(8, cpu)
+    capturing[0] = False
+    assert launch.zeros(4, cpu) is not first
+
+
 @triton.jit(do_not_specialize=["count_ptr", "epoch"], do_not_specialize_on_alignment=[2])
 def _counted_kernel(x_ptr, count_ptr, more_ptr, out_ptr, epoch, BLOCK: tl.constexpr):
     at = tl.arange(0, BLOCK)

@@ -85,11 +85,13 @@ def test_rows_of_results() -> None:
     ]
     assert evidence.ready(READY)[1] == ["B 32, F 4,096, D 768, L0 64", "8.00", "", "", "", ""]
     runs = [
-        {"way": way, "length": 64, "batch": 1, "seconds": at, "peak_bytes": at * 2**30}
+        {"way": way, "length": 64, "batch": batch, "seconds": at, "peak_bytes": at * 2**30}
         for at, way in enumerate(WAYS, 1)
+        for batch in (1, 2)
     ]
     made = evidence.training(result(runs=runs, largest_difference=1e-3))
-    assert made[1] == ["64, 1", "1.00 GiB, 1.0 s", "2.00 GiB, 2.0 s", "3.00 GiB, 3.0 s"] and "1.0e-03" in made[2][1]
+    assert made[1] == ["64, 1", "1.00 GiB", "2.00 GiB", "3.00 GiB"]
+    assert made[2] == ["64, 2", "1.00 GiB, 1.0 s", "2.00 GiB, 2.0 s", "3.00 GiB, 3.0 s"] and "1.0e-03" in made[3][1]
     layer = result(case("gated_sparse_attention", [provider("gossamer", 2.0, 1e-3)], B=2, T=64, hidden=2048, k=32))
     least = sum(flops for flops, _ in evidence.counted(64, 2048, 32).values())
     rate = f"{2 * least / 1e9:.0f}"

@@ -1,6 +1,7 @@
 """The generated places of the documents: what a later result puts into them."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,8 @@ def sweep_file(cases: int, worst: float, room: str = "rowsparse") -> dict[str, A
         for at in range(cases)
     ]
     device = {"name": "NVIDIA H200", "runtime": "CUDA 13", "driver": "580"}
-    made = {"device": device, "versions": {"torch": "2.13", "triton": "3.7"}, "commit": "abc", "command": "gossamer"}
-    return made | {"cases": records, "summary": summary(records)}
+    made = {"device": device, "versions": {"torch": "2.13", "triton": "3.7"}, "commit": "abc"}
+    return made | {"command": "gossamer", "started": "2026", "cases": records, "summary": summary(records)}
 
 
 def test_a_sweep_has_a_row_for_each_kind_of_peer(results: Path) -> None:
@@ -84,13 +85,15 @@ def test_a_sweep_has_a_row_for_each_kind_of_peer(results: Path) -> None:
 def test_readme_has_a_line_for_each_room_that_was_swept(results: Path) -> None:
     assert tables.NO_SWEEP in tables.slower() and tables.NO_SWEEP in tables.densities()
     (results / "sweep-nvidia-h200.json").write_text(json.dumps(sweep_file(8, 0.98)))
-    (results / "ffn-sweep-nvidia-h200.json").write_text(json.dumps(sweep_file(4, 4.0, "ffn")))
+    (results / "sweep-ffn-nvidia-h200.json").write_text(json.dumps(sweep_file(4, 4.0, "ffn")))
     lines = tables.slower()
     assert "| `rowsparse` | 8 | 50.0% | 0.0% | 1.40 | 0.98 |  |" in lines
     assert "| `ffn` | 4 | 0.0% | 0.0% | 2.83 | 2.00 |  |" in lines
-    # The larger of two sweeps of a room counts.
-    (results / "sweep-rowsparse-nvidia-h200.json").write_text(json.dumps(sweep_file(6, 0.25)))
-    assert tables.slower() == lines
+    # The newer of two sweeps of a room counts.
+    for started, worst in (("2020", 0.25), ("2030", 0.5)):
+        content = sweep_file(6, worst) | {"started": started}
+        (results / f"sweep-rowsparse-{started}.json").write_text(json.dumps(content))
+    assert "| `rowsparse` | 6 | 50.0% | 50.0% | 1.00 | 0.50 |  |" in tables.slower()
 
 
 @pytest.mark.parametrize(
@@ -172,3 +175,12 @@ def test_a_cpu_has_no_driver() -> None:
     device = {"type": "cpu", "name": "EPYC", "cores": 2, "threads": 2}
     made = tables.environment({"device": device, "versions": {"torch": "2.13", "triton": "3.7"}})
     assert made == "EPYC, 2 threads, PyTorch 2.13"
+
+
+def test_a_time_on_a_gpu_is_in_a_committed_result() -> None:
+    """Of users' pages: the tables that are generated aside, each paragraph that gives a GPU's figures links a file."""
+    for page in (tables.README, *sorted((tables.ROOT / "docs").glob("*.md"))):
+        text = re.sub(f"{tables.BEGIN}.*?{tables.END}", "", page.read_text(encoding="utf-8"), flags=re.S)
+        for paragraph in re.split(r"\n\s*\n|\n(?=- |#)", text):
+            if re.search(r"\bH[12]00\b", paragraph) and re.search(r"\d (us|ms|GiB|MiB)\b|\btook \d", paragraph):
+                assert "benchmarks/results/" in paragraph or page.name == "evidence.md", (page.name, paragraph)

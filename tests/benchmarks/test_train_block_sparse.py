@@ -13,6 +13,7 @@ CPU = ["--device", "cpu", "--lengths", "512"]
 
 def test_the_same_keys_give_the_same_losses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(train, "TOKENS", 4096)
+    monkeypatch.setattr(train, "SHARE", 1)
     train.main([*CPU, "--inputs", "32", "--out", str(tmp_path)])
     (file,) = tmp_path.glob("*.json")
     content = json.loads(file.read_text())

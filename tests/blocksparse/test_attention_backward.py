@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse import Relative, attention, from_dense
-from tests.blocksparse.attention_oracle import check, problem
+from gossamer.blocksparse import Relative, attention, documents, from_dense
+from tests.blocksparse.attention_oracle import check, problem, terms_for
 
 
 @pytest.mark.parametrize(
@@ -61,22 +61,51 @@ def test_mask_and_bias_in_two_forms(dtype: torch.dtype, device: torch.device) ->
         attention(*given[:3], layout, mask=mask_blocks, bias=bias.repeat(1, 2, 1, 1))
 
 
-@pytest.mark.parametrize("masked", [False, True])
-def test_nan_behind_a_length_spoils_no_gradient(masked: bool, dtype: torch.dtype, device: torch.device) -> None:
-    """NaN in the gradients of queries that meet no key: of both results behind a length, of the log-sum-exp where a
-    mask leaves out every key."""
-    q, k, v, grad, layout = problem(device, dtype, (), (64, 64), (128, 128), (2, 1), 64, density=1)
-    lengths, rows = torch.tensor([128, 90], device=device), torch.arange(128, device=device)[:, None]
-    given: dict[str, Any] = {"mask": rows.expand(128, 128) != 3} if masked else {"lengths": lengths}
-    alone = (rows[:, 0] == 3).expand(2, 2, 128) if masked else (lengths[:, None] <= rows.T)[:, None].expand(2, 2, 128)
-    leaves, results = [x.requires_grad_() for x in (q, k, v)], []
+WHYS = ["length", "mask", "bias", "bias of blocks", "documents", "position"]
+WIDE = [pytest.param(why, 128, marks=pytest.mark.native) for why in ("length", "documents", "position")]
+
+
+@pytest.mark.parametrize("why, d", [*((why, 64) for why in WHYS), *WIDE, ("relative", 16)])
+def test_a_query_without_keys_may_be_nan(why: str, d: int, dtype: torch.dtype, device: torch.device) -> None:
+    """A query that meets no key behind a length, by a mask, a bias of -inf, the elements of its blocks, or in front of
+    the first key: NaN in the gradients of its results reaches no gradient, nor does NaN in its row, unless a bias or a
+    table is combined with it."""
+    tk = 96 if why == "position" else 128
+    q, k, v, grad, layout = problem(device, dtype, (), (64, 64), (128, tk), (2, 1), d, density=1)
+    rows, given, lengths = torch.arange(128, device=device)[:, None], dict[str, Any](), torch.tensor([128, 90])
+    alone = (rows[:, 0] == 3) | (rows[:, 0] == 70)
+    if why == "length":
+        given["lengths"] = lengths.to(device)
+        alone = lengths.to(device)[:, None, None] <= rows[:, 0]
+    elif why == "documents":
+        layout = documents((128, 128), 64, torch.tensor([0, 40, 100], device=device), causal=True)
+        alone = rows[:, 0] >= 100
+    elif why == "position":
+        alone = rows[:, 0] < 32
+    elif why == "bias":
+        bias = torch.zeros(1, 1, 128, 128, device=device, dtype=dtype).masked_fill(alone[:, None], -math.inf)
+        given["bias"] = bias.requires_grad_()
+    else:
+        given["mask"] = ~alone[:, None].expand(128, 128)
+    if why == "bias of blocks":
+        given["bias"] = torch.randn(1, 1, 128, 128, device=device).to(dtype).requires_grad_()
+        given["mask"] = from_dense(given["mask"].float(), layout) > 0
+    if why == "relative":
+        given["relative"] = terms_for(device, dtype, 128, 128, d, 2)[0]
+        given["relative"].table.requires_grad_()
+    alone, results = alone.expand(2, 2, 128), []
     for fill in (0, math.nan):
+        plain = why in ("length", "mask", "documents", "position")
+        leaves = [q.masked_fill(alone[..., None], fill if plain else 0), k, v]
+        leaves = [x.detach().requires_grad_() for x in leaves]
         out, lse = attention(*leaves, layout, causal=True, return_lse=True, **given)
-        of_out = grad.masked_fill(alone[..., None], 0 if masked else fill)
+        assert bool((lse == -math.inf).equal(alone)) and bool((out[alone] == 0).all())
+        leaves += [given["bias"]] if "bias" in given else []
+        leaves += [given["relative"].table] if "relative" in given else []
         of_lse = torch.ones_like(lse).masked_fill(alone, fill)
-        results.append(torch.autograd.grad((out, lse), leaves, (of_out, of_lse)))
-    for got, wanted in zip(results[1], results[0]):
-        assert torch.equal(got, wanted)
+        results.append(torch.autograd.grad((out, lse), leaves, (grad.masked_fill(alone[..., None], fill), of_lse)))
+    for got, wanted in zip(*results[::-1], strict=True):
+        assert torch.equal(got, wanted) and bool(got.isfinite().all())
 
 
 @pytest.mark.native

@@ -1,7 +1,9 @@
 """`gossamer doctor` and the frame around the commands."""
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -164,6 +166,26 @@ def test_interruption_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "doctor", interrupted)
     result = CliRunner().invoke(main, ["doctor"])
     assert result.exit_code == 130 and result.output == "gossamer: interrupted\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("arguments", [["sae", "check", "."], ["train", "pack", ".", "--out", "corpus"]])
+def test_commands_of_groups_end_alike(
+    arguments: list[str], number: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("gossamer.train.read_text", "gossamer.extract.Extraction.check"):
+        monkeypatch.setattr(name, lambda *_: os.kill(os.getpid(), number))
+    before = signal.getsignal(signal.SIGTERM)
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 130 and result.output.endswith("gossamer: interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_help_breaks_lines_where_the_terminal_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "1000")
+    said = CliRunner().invoke(main, ["sae", "train", "--help"]).output
+    assert any(line.strip().startswith("A run may be killed") and "nn.load_sae" in line for line in said.splitlines())
 
 
 def test_unknown_command_and_version() -> None:

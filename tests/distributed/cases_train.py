@@ -1,6 +1,8 @@
 """A run of training over several processes, against one: `fully_shard`, the tracker, new weights, checkpoints."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gossamer import nn, sparsity
-from gossamer.train import Config, Corpus, Run, loop
+from gossamer.train import Config, Corpus, Run, SAEConfig, SAERun, loop
+from tests.train import test_sae
 from tests.train.corpora import write_corpus
+from tests.train.stopping import Stopped, stop
 
 SMALL = Config(
     layers=2, hidden=32, intermediate=44, heads=2, vocabulary=64, length=16, batch=12, micro_batch=2, steps=6, lr=1e-2,
@@ -24,6 +28,16 @@ def shared_folder(rank: int) -> Path:
     found = [tempfile.mkdtemp() if rank == 0 else ""]
     dist.broadcast_object_list(found)
     return Path(found[0])
+
+
+@contextmanager
+def by_itself() -> Iterator[None]:
+    """As in a process without others."""
+    initialized, dist.is_initialized = dist.is_initialized, lambda: False
+    try:
+        yield
+    finally:
+        dist.is_initialized = initialized
 
 
 def close(found: float, wanted: float) -> bool:
@@ -45,13 +59,10 @@ def case_training(rank: int, world: int, device: torch.device) -> None:
     loop.VALIDATED = kept
     alone: list[dict[str, float]] = []
     if rank == 0:
-        initialized, dist.is_initialized = dist.is_initialized, lambda: False
-        try:
+        with by_itself():
             run = Run(SMALL, corpus, folder / "alone", device=device)
             run.train()
             alone = run.records
-        finally:
-            dist.is_initialized = initialized
     dist.barrier()
     assert 2 < few < 6
     assert again.step == SMALL.steps and len(again.records) == SMALL.steps
@@ -100,3 +111,46 @@ def case_activity_of_a_sharded_block(rank: int, world: int, device: torch.device
     sparsity.reinitialize_(block.gate_proj.weight, dead, generator=generators[0])
     sparsity.reinitialize_(one.gate_proj.weight, dead, generator=generators[1])
     assert torch.equal(block.gate_proj.weight.full_tensor(), one.gate_proj.weight)
+
+
+def case_sweep(rank: int, world: int, device: torch.device) -> None:
+    """Ranks that share a sweep leave the files of one process, and each number of ranks goes on with those of another.
+    The error of one rank ends all."""
+    folder = shared_folder(rank)
+    config = SAEConfig(d_sae=48, batch=16, buffer=64, steps=30, lr=1e-3, sweep={"l0": [2, 3, 4, 5, 6][: 2 * world - 1]})
+
+    def train(name: str, config: SAEConfig = config, at: int = 99) -> SAERun:
+        options: dict[str, Any] = {"checkpoint_every": 10, "log_every": 5, "device": device}
+        found = SAERun(config, test_sae.rows(), folder / name, **options)
+        found.train(stop(at))
+        return found
+
+    found: list[Any] = []
+
+    def refused(expected: type[Exception], message: str, *given: Any) -> None:
+        try:
+            train(*given)
+            found.append("nothing was raised")
+        except Exception as error:
+            found.append(None if isinstance(error, expected) and message in str(error) else error)
+
+    mine: tuple[type[Exception], str] = (Stopped, "") if rank == 0 else (RuntimeError, "train: rank 0 of")
+    refused(*mine, "together", config, 15)
+    whole = train("together")
+    if rank == 0:
+        with by_itself():
+            train("alone")
+            refused(Stopped, "", "mixed", config, 15)
+    dist.barrier()
+    train("mixed")
+    few = f"a sweep over {world} processes must have an autoencoder for each, got 1. Start fewer processes"
+    refused(ValueError, few, "few", replace(config, sweep={}))
+    if rank == 0:
+        mine = ValueError, "every rank must get the same arguments, and rank 1 has another lr than rank 0"
+    refused(*mine, "other", replace(config, lr=1e-3 + 1e-4 * (rank == 1)))
+    assert not any(found), found
+    assert whole.step == 30 and len(whole.results) == (2 * world - 1 if rank == 0 else len(whole.models))
+    if rank == 0:
+        for name in ("together", "mixed"):
+            for read in (test_sae.curve, test_sae.files, lambda path: (path / "results.json").read_text()):
+                assert read(folder / name) == read(folder / "alone"), name

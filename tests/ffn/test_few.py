@@ -44,6 +44,16 @@ def test_any_tiles(m: int, shared: float, device: torch.device, generator: torch
             assert nnz.tolist() == kept.sum(1).tolist()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("m", [4, 16])
+def test_wide_blocks(m: int, device: torch.device, generator: torch.Generator) -> None:
+    """So many columns that Hopper's programs take 128 each, with W_down by rows and by columns."""
+    a = operands((m, 512, 14336, 512), torch.bfloat16, device, generator, shift=1.5)
+    for down in (a["down"], a["down"].t().contiguous().t()):
+        given = {**a, "down": down}
+        check(given, call(given, method="gather"))
+
+
 @pytest.mark.parametrize("m", [1, 3])
 @pytest.mark.parametrize("bias", [-64.0, 64.0])
 def test_nothing_and_everything_active(m: int, bias: float, device: torch.device, generator: torch.Generator) -> None:

@@ -109,6 +109,24 @@ def test_every_way_through_the_tiles(
             assert_close(out, reference64=plain("silu", doubled(leaves)), plain=plain("silu", leaves))
 
 
+@pytest.mark.kernels
+@pytest.mark.parametrize(
+    "m, n, k", [(65, 40, 64), (128, 130, 48), pytest.param(100, 5632, 2048, marks=pytest.mark.gpu)]
+)
+def test_tiles_of_more_rows(
+    m: int, n: int, k: int, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 128 of them, where Hopper's own tiles would leave most of a GPU idle."""
+    from gossamer.gemm._triton import linear_glu as kernels
+
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float16
+    leaves = leaves_of(m, n, k, generator, dtype)
+    monkeypatch.setattr(kernels, "choose_path", lambda call: "tiles")
+    with torch.no_grad():
+        out = gemm.linear_glu(**leaves)
+    assert_close(out, reference64=plain("silu", doubled(leaves)), plain=plain("silu", leaves))
+
+
 @pytest.mark.parametrize("k", [1, 300, 1100, 4096, 8192])
 def test_a_single_row(k: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """In one step along K and in several, and where only some layouts have a kernel of their own."""

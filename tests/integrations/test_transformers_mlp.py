@@ -1,6 +1,7 @@
 """integrations.transformers.patch on models of transformers with small random configurations."""
 
 import copy
+import importlib
 import io
 import pickle
 import subprocess
@@ -21,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard  # noqa: E402
 from torch.nn.modules.module import register_module_forward_hook  # noqa: E402
 
 from gossamer.integrations.transformers import patch, unpatch  # noqa: E402
+from gossamer.integrations.transformers._layouts import layout_of  # noqa: E402
 from gossamer.testing import assert_close  # noqa: E402
 
 SMALL = {
@@ -130,6 +132,53 @@ def test_a_forward_is_known_by_its_formula(kind: str, device: torch.device) -> N
     torch.manual_seed(0)
     torch.testing.assert_close(patched, logits(model, ids), rtol=1e-3, atol=1e-4)
     assert bool(dropped) == (kind == "ModernBertDecoder")
+
+
+def blocks(folder: str) -> Iterator[type[nn.Module]]:
+    """The classes of a folder of transformers whose forward is the formula of a gated block."""
+    for path in sorted(Path(transformers.__path__[0], "models", folder).glob("modeling_*.py")):
+        try:
+            module = importlib.import_module(f"transformers.models.{folder}.{path.stem}")
+        except ImportError:  # of a package that this model alone needs
+            continue
+        for kind in vars(module).values():
+            if isinstance(kind, type) and issubclass(kind, nn.Module) and kind.__module__ == module.__name__:
+                layout = layout_of(kind)
+                if layout is not None and not layout.plain:
+                    yield kind
+
+
+def with_parts(kind: Any, bias: bool) -> nn.Module:
+    """A module of a class, without its __init__, that has the layers which its forward calls."""
+    layout, block = layout_of(kind), kind.__new__(kind)
+    nn.Module.__init__(block)
+    assert layout is not None
+    parts: dict[str, Any] = {layout.gate: nn.Linear(12, 20 if layout.up else 40, bias), layout.activation: nn.SiLU()}
+    parts |= {layout.up or layout.gate: nn.Linear(12, 20 if layout.up else 40, bias), layout.down: nn.Linear(20, 12)}
+    parts |= {layout.dropout: nn.Dropout(0.1), layout.gate_scale: 0.7, layout.down_scale: 0.7}
+    for name, part in parts.items():
+        if name and not (name == layout.activation and name in ("silu", "relu", "sigmoid")):
+            setattr(block, name, part)
+    return block.eval()
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_every_class_of_a_sample(part: int, device: torch.device) -> None:
+    """Of one in six of the folders of transformers."""
+    folders = sorted(path.name for path in Path(transformers.__path__[0], "models").iterdir() if path.is_dir())
+    found = [kind for folder in folders[part::24] for kind in blocks(folder)]
+    assert len(found) >= 3
+    for number, kind in enumerate(found):
+        block, x = with_parts(kind, number % 2 == 0).to(device), torch.randn(2, 3, 12, device=device)
+        plain = block(x)
+        weights = list(block.parameters())
+        wanted = torch.autograd.grad(plain.square().sum(), weights)
+        assert patch(block).replaced == {"": kind.__name__}
+        out = block(x)
+        torch.testing.assert_close(out, plain)
+        torch.testing.assert_close(torch.autograd.grad(out.square().sum(), weights), wanted)
+        with torch.no_grad():
+            torch.testing.assert_close(block(x), plain)
 
 
 class Block(nn.Module):

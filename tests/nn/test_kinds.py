@@ -114,6 +114,27 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
             model.loss(x).loss.backward()
 
 
+@pytest.mark.parametrize("names", [("mse",), ("further_mse",), ("reconstruction",), ("reconstruction", "further_mse")])
+def test_each_term_of_nested_widths(names: tuple[str, ...], device: torch.device, generator: torch.Generator) -> None:
+    """Against autograd's sum over `reconstructions`, also for the gradient of x."""
+    weights = [0.5, 0.0, 2.0]
+    model = make("matryoshka", device, widths=[1, 7, 50, 96], inner_weights=weights, dtype=torch.float64)
+    x = dense.sample(40, generator).to(device).double().requires_grad_()
+    direction = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(device)
+    got = copy.deepcopy(model).loss(x)._asdict()
+    *inner, whole = model.reconstructions(model.encode(x))
+    errors = [(x - each).square().sum(1).mean() for each in inner]
+    want = {"mse": (x - whole).square().sum(1).mean(), "reconstruction": whole}
+    want["further_mse"] = torch.stack([error * weight for error, weight in zip(errors, weights)]).sum()
+    for found in (got, want):
+        found["reconstruction"] = (found["reconstruction"] * direction).sum()
+    gradients = []
+    for found in (got, want):
+        gradients.append(torch.autograd.grad(torch.stack([found[name] for name in names]).sum(), x))
+    torch.testing.assert_close([got[name] for name in names], [want[name] for name in names])
+    torch.testing.assert_close(*gradients)
+
+
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("kind", KINDS[:2])
 def test_reconstructions(kind: str, training: bool, device: torch.device, generator: torch.Generator) -> None:

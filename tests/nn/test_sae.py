@@ -333,3 +333,17 @@ def test_batchtopk_without_anything_to_follow(device: torch.device) -> None:
     ):
         with pytest.raises(error, match=message):
             nn.BatchTopKSAE(D_IN, D_SAE, **options)
+
+
+@pytest.mark.parametrize("kind", ["TopKSAE", "BatchTopKSAE", "JumpReLUSAE", "StandardSAE", "GatedSAE", "Transcoder"])
+def test_a_pass_that_compiles_kernels_changes_nothing(kind: str, device: torch.device) -> None:
+    options = {"k": 6} if kind in ("TopKSAE", "BatchTopKSAE", "Transcoder") else {}
+    sizes = (D_IN, D_IN, D_SAE) if kind == "Transcoder" else (D_IN, D_SAE)
+    model = getattr(nn, kind)(*sizes, **options, device=device)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    x, state = torch.randn(5, D_IN, device=device), torch.get_rng_state()
+    with torch.no_grad():
+        model._whole_pass(x)
+        model.eval()._whole_pass(x)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert model.density.basis(training=True) is None and torch.equal(torch.get_rng_state(), state)

@@ -17,8 +17,8 @@ import torch
 
 T = TypeVar("T")
 
-THREADS = 8
-"""Kernels that are compiled at a time. Python takes part in it, so that more would wait for each other."""
+THREADS = 16
+"""Kernels that are compiled at a time: the last of a function may take the longest, and begins with the others."""
 
 
 class NotCompiled(Exception):
@@ -73,15 +73,28 @@ def together(function: Callable[..., T]) -> Callable[..., T]:
             pass
         finally:
             walk.raises = False
-        me = threading.get_ident()
-        with ThreadPoolExecutor(THREADS) as walk.pool:
-            walking.add(me)
-            try:
-                function(*args, **kwargs)
-            finally:
-                walking.discard(me)
-                walk.pool = None
-                walk.submitted.clear()
+        _compile(function, *args, **kwargs)
         return function(*args, **kwargs)
 
     return call
+
+
+def ahead(function: Callable[..., object], *args: Any) -> None:
+    """Compiles the kernels that `function` launches on a GPU side by side, and runs none. The calls that follow may
+    change what they are given, as no function of `together` may."""
+    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
+    if not (torch.compiler.is_compiling() or walk.raises or walk.pool is not None or _watched() or capturing):
+        _compile(function, *args)
+
+
+def _compile(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:
+    """Calls a function whose launches run nothing and compile in threads, and waits for these."""
+    me = threading.get_ident()
+    with ThreadPoolExecutor(THREADS) as walk.pool:
+        walking.add(me)
+        try:
+            function(*args, **kwargs)
+        finally:
+            walking.discard(me)
+            walk.pool = None
+            walk.submitted.clear()

@@ -352,7 +352,8 @@ class Counters:
         return buffer
 
 
-_blank: dict[tuple[int, torch.device, int], Tensor] = {}
+_blank: dict[tuple[int, torch.device, int | None], Tensor] = {}
+"""By words, device and stream; under None those of any stream, for graphs."""
 
 
 def zeros(words: int, device: torch.device) -> Tensor:
@@ -361,12 +362,16 @@ def zeros(words: int, device: torch.device) -> Tensor:
 
 
 def _zeros(words: int, device: torch.device) -> Tensor:
-    # Memory of a graph is zero only when the graph is replayed.
     if in_graph_pool(device):
+        # Memory of a graph is zeroed whenever the graph is replayed. Zeros of a call before it spare that step.
+        known = _blank.get((words, device, None))
+        if known is not None and torch._C._cuda_isCurrentStreamCapturing():
+            return known
         return torch.zeros(words, dtype=torch.int32, device=device)
     key = (words, device, torch._C._cuda_getCurrentRawStream(device.index))
     if key not in _blank:
         _blank[key] = torch.zeros(words, dtype=torch.int32, device=device)
+        _blank.setdefault((words, device, None), _blank[key])
     return _blank[key]
 
 

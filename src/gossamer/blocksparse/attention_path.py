@@ -85,15 +85,6 @@ def first_key(limits: Tensor, tq: int, tk: int) -> Tensor:
     return (limits - tq).clamp(min=min(tk - tq, 0))
 
 
-def queries_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Tensor | None:
-    """Int `[B]`: the queries before those that stand behind the keys of their sequence, where these meet no key."""
-    if call.lengths is None or not call.causal:
-        return None
-    tq, tk = call.q.shape[2], call.k.shape[2]
-    limits = call.lengths.clamp(max=tk)
-    return limits - first_key(limits, tq, tk)
-
-
 def empty_like(x: Tensor, width: int | None = None) -> Tensor:
     """`[B, H, T, D]` that lies as `[B, T, H, D]` in memory, as results do; D is that of x unless it is given."""
     b, h, t, d = x.shape

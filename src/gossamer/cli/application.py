@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -26,7 +27,8 @@ class _Polite:
             return super().invoke(ctx)  # type: ignore[misc]
         except KeyboardInterrupt as interrupt:
             # The exception's text names the files that the command leaves behind.
-            typer.echo("; ".join([f"{ctx.find_root().command.name}: interrupted", *map(str, interrupt.args)]), err=True)
+            name = ctx.find_root().command.name
+            typer.echo("; ".join([f"{name}: interrupted", *filter(None, interrupt.args)]), err=True)
             raise typer.Exit(130) from None
 
 
@@ -34,11 +36,20 @@ class Group(_Polite, TyperGroup):
     """A group of commands."""
 
 
-class _Command(_Polite, TyperCommand):
-    """A command alone. SIGTERM, as `timeout` sends it, ends it as Ctrl-C does: the command cleans up, and names the
-    files that it leaves."""
+class Command(_Polite, TyperCommand):
+    """A command, whose docstring is its help. SIGTERM, as `timeout` sends it, ends it as Ctrl-C does: the command
+    cleans up, and names the files that it leaves."""
+
+    def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
+        # Lines end where the source's do; paragraphs are for the terminal to break.
+        said = "\n\n".join(" ".join(part.split()) for part in (help or "").split("\n\n"))
+        super().__init__(*args, help=said, **kwargs)
 
     def invoke(self, ctx: Any) -> Any:
+        # torchrun ends processes by SIGTERM, also ones that wait for another rank in C, where Python raises nothing.
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            return super().invoke(ctx)
+
         def interrupt(*_: Any) -> NoReturn:
             raise KeyboardInterrupt
 
@@ -49,10 +60,18 @@ class _Command(_Polite, TyperCommand):
             signal.signal(signal.SIGTERM, before)
 
 
+class Commands(typer.Typer):
+    """A group of commands of the command line."""
+
+    def __init__(self, help: str) -> None:
+        super().__init__(no_args_is_help=True, add_completion=False, help=help)
+
+    def command(self, *args: Any, **kwargs: Any) -> Any:
+        return super().command(*args, cls=Command, **kwargs)
+
+
 def application(function: Callable[..., Any], name: str) -> typer.Typer:
-    """A program with one command: `function`, whose docstring is its help."""
+    """A program with one command, `function`."""
     found = typer.Typer(add_completion=False, pretty_exceptions_show_locals=False)
-    # Lines end where the source's do; paragraphs are for the terminal to break.
-    said = "\n\n".join(" ".join(part.split()) for part in (function.__doc__ or "").split("\n\n"))
-    found.command(name, cls=_Command, help=said)(function)
+    found.command(name, cls=Command)(function)
     return found

@@ -22,7 +22,7 @@ Paths = dict[str, dict[str, dict[str, str]]]
 
 
 def doctor() -> None:
-    """Show versions and devices, say which path each public function takes on them, and check the results.
+    """Show versions and devices, name the code that computes each function on them, and check its results.
 
     The check computes the functions on small random data on every device, and compares with float64: seconds on a CPU,
     up to two minutes on a GPU that has compiled nothing yet. The exit code is 1 if anything differs or raises.

@@ -21,16 +21,13 @@ from torch import distributed
 from gossamer import extract as extraction
 from gossamer import nn
 from gossamer._core.files import make_folder, write_text, write_whole
+from gossamer.cli.application import Commands
 from gossamer.cli.environment import resolve_device
 from gossamer.cli.page import visible
 from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
 
-sae = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    help="Train sparse autoencoders, extract their latents to disk, and look at them.",
-)
+sae = Commands("Train sparse autoencoders, extract their latents to disk, and look at them.")
 
 _SOURCE = typer.Argument(
     help="Activations: .safetensors and .npy files, or folders of them, in order. With --model: text files "
@@ -40,6 +37,7 @@ _MODEL = typer.Option(None, help="A causal language model of Hugging Face, name 
 _HOOK = typer.Option(None, help="The module of --model whose output the autoencoder takes, such as model.layers.12.")
 _CONTEXT_SIZE = typer.Option(128, min=2, help="With --model: tokens that it reads as one.")
 _CONTEXTS = typer.Option(16, min=1, help="With --model: contexts that it reads at once.")
+_DEVICE = typer.Option("auto", help="auto (the GPU if there is one; by torchrun, each its own), cpu, cuda or cuda:N.")
 _KEY = typer.Option(None, help="The tensor of each .safetensors file, where it holds several.")
 
 
@@ -55,9 +53,7 @@ def extract(
     context_size: int = _CONTEXT_SIZE,
     contexts: int = _CONTEXTS,
     key: str | None = _KEY,
-    device: str = typer.Option(
-        "auto", help="auto (the GPU if there is one; by torchrun, each its own), cpu, cuda or cuda:N."
-    ),
+    device: str = _DEVICE,
     batch_size: int = typer.Option(4096, min=1, help="Rows at once."),
     shard_rows: int = typer.Option(65536, min=1, help="Rows a file; a multiple of --batch-size."),
     top: int = typer.Option(16, min=0, help="How many of its largest values to keep of each latent."),
@@ -75,9 +71,7 @@ def extract(
     bar = _bar(console)
     done = step = 0
     with _told("extract", lambda: f"stopped at row {done}; the same command goes on from the last whole file", out):
-        where = str(resolve_device(device, "gossamer sae extract"))
-        if by_torchrun and where.startswith("cuda"):
-            where = f"cuda:{os.environ['LOCAL_RANK']}"
+        where = _own_device(device, "extract", by_torchrun)
         sae_model = _load(autoencoder, where)
         rows = _rows("extract", source, model, hook, key, where, context_size, contexts)
         with _ranks(by_torchrun), bar:
@@ -120,7 +114,7 @@ def train(
     key: str | None = _KEY,
     dtype: str = typer.Option("auto", help="float32 or bfloat16; auto: bfloat16 on a GPU. Weights stay float32."),
     seed: int = typer.Option(0, min=0, help="Of weights and of the order of rows."),
-    device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
+    device: str = _DEVICE,
     checkpoint_every: int = typer.Option(5000, min=1, help="Steps between checkpoints."),
     log_every: int = typer.Option(50, min=1, help="Steps between records of log.jsonl."),
     keep: int = typer.Option(2, min=1, help="Checkpoints that stay."),
@@ -134,6 +128,8 @@ def train(
 
     Several at once: gossamer sae train activations/ --kind batchtopk --sweep l0=16,32,64 --out run
 
+    Of these, parts on several GPUs: torchrun --nproc-per-node 3 --no-python gossamer sae train ...
+
     A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
     was never killed. Each autoencoder is in a folder that SAELens and nn.load_sae read.
     """
@@ -141,28 +137,29 @@ def train(
     from gossamer.cli.train import log_writers, set_fields, steps_bar
     from gossamer.train import SAEConfig, SAERun
 
-    console = Console()
+    by_torchrun = distributed.is_torchelastic_launched()
+    first = not by_torchrun or os.environ["RANK"] == "0"
+    console = Console(quiet=not first)
 
     def page() -> None:
         write_text("gossamer sae train", out / "report.html", render(out.resolve().name, read(out)))
 
-    with _told("train", lambda: "the same command goes on at the last checkpoint"), steps_bar(console) as bar:
-        if distributed.is_torchelastic_launched():
-            raise ValueError("gossamer sae train: one process trains a run, got those of torchrun. Start it without.")
-        where = resolve_device(device, "gossamer sae train")
+    way = "the same command goes on at the last checkpoint"
+    with _told("train", lambda: way), _ranks(by_torchrun), steps_bar(console) as bar:
+        where = _own_device(device, "train", by_torchrun)
         values = {name: [*value] if isinstance(value, tuple) else [value] for name, value in set_fields(sweep).items()}
         config = SAEConfig(
             kind=kind, d_sae=d_sae, l0=l0, lr=lr, seed=seed, options=set_fields(set_), sweep=values, steps=steps,
             batch=batch_size, buffer=buffer or 64 * batch_size,
-            dtype=dtype if dtype != "auto" else "bfloat16" if where.type == "cuda" else "float32",
+            dtype=dtype if dtype != "auto" else "bfloat16" if where.startswith("cuda") else "float32",
         )  # fmt: skip
-        rows = _rows("train", source, model, hook, key, str(where), context_size, contexts)
+        rows = _rows("train", source, model, hook, key, where, context_size, contexts)
         whole = SAERun(
             config, rows, out, key=key, device=where, checkpoint_every=checkpoint_every, log_every=log_every, keep=keep
         )
         task = bar.add_task("steps", completed=whole.step, total=whole.config.steps, state="")
-        count = len(whole.models)
-        writers = log_writers("gossamer sae train", log, out)
+        count = len(whole.config.names)
+        writers = log_writers("gossamer sae train", log, out) if first else []
 
         def show(record: dict[str, float]) -> None:
             state = "  ".join(
@@ -176,7 +173,8 @@ def train(
                 page()
 
         whole.train(show)
-        page()
+        if first:
+            page()
     for found in whole.results:
         recovered = f", loss recovered {found['loss recovered']:.1%}" if "loss recovered" in found else ""
         console.print(
@@ -281,7 +279,7 @@ def _told(command: str, way: Callable[[], str] = str, out: Path | None = None) -
     except (ValueError, TypeError, FileNotFoundError) as error:
         raise typer.BadParameter(f"gossamer sae {command}: {_bare(str(error))}") from error
     except (FloatingPointError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith("extract: rank"):
+        if isinstance(error, RuntimeError) and not str(error).startswith(("extract: rank", "train: rank")):
             raise
         _complain(command, error)
         if out is not None and (out / "manifest.json").exists():
@@ -409,6 +407,12 @@ def _ranks(by_torchrun: bool) -> Iterator[None]:
     finally:
         if by_torchrun:
             distributed.destroy_process_group()
+
+
+def _own_device(device: str, command: str, by_torchrun: bool) -> str:
+    """The device of this process."""
+    where = str(resolve_device(device, f"gossamer sae {command}"))
+    return f"cuda:{os.environ['LOCAL_RANK']}" if by_torchrun and where.startswith("cuda") else where
 
 
 def _rows(

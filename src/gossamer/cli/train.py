@@ -18,12 +18,11 @@ from torch import distributed
 
 from gossamer import train as training
 from gossamer._core.files import make_folder
+from gossamer.cli.application import Commands
 from gossamer.cli.energy import energy_counter
 from gossamer.cli.environment import describe, resolve_device
 
-train = typer.Typer(
-    no_args_is_help=True, add_completion=False, help="Train transformers whose feed-forward blocks become sparse."
-)
+train = Commands("Train transformers whose feed-forward blocks become sparse.")
 _BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -267,7 +266,7 @@ def _told(command: str) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on at the last checkpoint") from None
+        raise KeyboardInterrupt("the same command goes on at the last checkpoint" if command == "run" else "") from None
     except ModuleNotFoundError as error:
         extra = "run pip install '.[train]' in a clone of the repository"
         raise typer.BadParameter(f"gossamer train {command}: {error.name} is missing: {extra}.") from error

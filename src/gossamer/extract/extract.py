@@ -179,24 +179,8 @@ def _prepare(
         settings["vocabulary"] = hashlib.sha256(rows.text.spelling()).hexdigest()
     if rows.length == 0:
         raise _without_rows(operator)
-    _alike(operator, ranks, settings | {"rows": rows.length})
+    ranks.check_alike(settings | {"rows": rows.length})
     return rows, settings
-
-
-def _alike(operator: str, ranks: Ranks, mine: dict[str, Any]) -> None:
-    """Raises, on all ranks, where one has other values than rank 0."""
-    found = ranks.share(lambda: mine)
-
-    def compare() -> None:
-        for rank, other in enumerate(found):
-            for name in mine | other:
-                if mine.get(name) != other.get(name):
-                    raise ValueError(
-                        f"{operator}: every rank must get the same arguments, and rank {rank} has another {name} than "
-                        f"rank 0: {other.get(name)!r}, not {mine.get(name)!r}."
-                    )
-
-    ranks.share(compare)
 
 
 def _begin(operator: str, folder: Path, stack: ExitStack, settings: dict[str, Any], rows: Source) -> None:
@@ -273,7 +257,7 @@ def _same_source(operator: str, folder: Path, ranks: Ranks, known: list[str], ro
     """Compares rows at the beginning of finished shards with those that the shards were made of: of every shard where
     rows lie in memory or in files, of the first and the last where a model makes them, of the first in an iterator."""
     first = rows.first()
-    _alike(operator, ranks, {"source": first})
+    ranks.check_alike({"source": first})
     if first is None and rows.length is None:
         if not known:
             raise _without_rows(operator)

@@ -1,4 +1,4 @@
-"""Processes that extract together: all of them learn the results of each, and if one fails, all fail."""
+"""Processes that extract or train together: all of them learn the results of each, and if one fails, all fail."""
 
 from __future__ import annotations
 
@@ -73,6 +73,21 @@ class Ranks:
             self._all_know = True
             self._lost(error)
         return [mine] if found is None else found
+
+    def check_alike(self, mine: dict[str, Any]) -> None:
+        """Raises, on all ranks, where one has other values than rank 0."""
+        found = self.share(lambda: mine)
+
+        def compare() -> None:
+            for rank, other in enumerate(found):
+                for name in mine | other:
+                    if mine.get(name) != other.get(name):
+                        raise ValueError(
+                            f"{self._operator}: every rank must get the same arguments, and rank {rank} has another "
+                            f"{name} than rank 0: {other.get(name)!r}, not {mine.get(name)!r}."
+                        )
+
+        self.share(compare)
 
     def _tell(self, error: Exception | None) -> None:
         """Tells the other ranks an error of this one, if there is any; raises where only another rank has one."""

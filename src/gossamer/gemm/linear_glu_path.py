@@ -1,6 +1,5 @@
 """How `gemm.linear_glu` goes about it, chosen by what the host knows."""
 
-import math
 from typing import Literal
 
 import torch
@@ -13,7 +12,8 @@ from gossamer.gemm.records import LinearGlu
 Path = Literal["row", "tiles", "hopper", "products"]
 PATHS: dict[Path, str] = {
     "row": "a single row, K a multiple of 16, and no gradient: a program for each column reads its two rows of weights",
-    "tiles": "up to 64 rows of 16 bits, K a multiple of 16, and no gradient: a program for each 32 or 64 columns",
+    "tiles": "up to 64 rows of 16 bits, and on Hopper up to 128 where tiles of 64 columns fill half to all of one "
+    "turn, K a multiple of 16, and no gradient: a program for each 32 or 64 columns",
     "hopper": "16 bits on Hopper, and a result that fills two thirds of the turns that its tiles of 128 by 128 take: "
     "one kernel that the copy engine feeds",
     "products": "all other calls: two products of the library, and a kernel that gates",
@@ -39,11 +39,19 @@ def choose_path(call: LinearGlu) -> Path:
         return "row"
     by_rows = x.stride(1) == gate_weight.stride(1) == up_weight.stride(1) == 1
     aligned = by_rows and all(map(readable, (x, gate_weight, up_weight)))
-    if alone and m <= FEW and ((INTERPRET and by_rows) or (aligned and 2 * -(-n // 32) >= tuning.programs(x.device))):
-        # Tiles of 32 columns keep at least half of the GPU at work.
+    if alone and ((INTERPRET and by_rows and m <= FEW) or (aligned and works(m, n, x.device))):
         return "tiles"
     hopper = not INTERPRET and aligned and n % 8 == 0 and tuning.hopper(x.device) and fills(m, n, x.device)
     return "hopper" if hopper else "products"
+
+
+def works(m: int, n: int, device: torch.device) -> bool:
+    """Whether tiles of all rows, of 32 columns, keep at least half of a GPU at work. From 65 rows on they have 64
+    columns, and Hopper's own kernel is faster where they take more than one turn."""
+    programs = tuning.programs(device)
+    if m <= FEW:
+        return 2 * -(-n // 32) >= programs
+    return m <= TILE and tuning.hopper(device) and programs <= 2 * -(-n // 64) <= 2 * programs
 
 
 def fills(m: int, n: int, device: torch.device) -> bool:
@@ -55,14 +63,10 @@ def fills(m: int, n: int, device: torch.device) -> bool:
 
 
 def gains(x: Tensor, gate_weight: Tensor, up_weight: Tensor | None) -> bool:
-    """Whether x `[..., K]` takes less time here than by PyTorch's own products and operators, where no gradient is
-    needed and the host calls each: on a GPU, by a kernel that saves launches, or where passes over large results
-    count."""
-    if not (x.is_cuda or INTERPRET):
-        return False
-    m, n = math.prod(x.shape[:-1]), gate_weight.shape[0] // (2 if up_weight is None else 1)
-    call = LinearGlu(x.reshape(m, x.shape[-1]), gate_weight, up_weight, None, None, "silu", False)
-    return choose_path(call) != "products" or m * n * x.shape[-1] >= WORK
+    """Whether an eager call without gradients for x `[..., K]` takes less time than PyTorch's own operators: where
+    passes over the results of its products count. Smaller ones wait for the host, and save it nothing in a model."""
+    n = gate_weight.shape[0] // (2 if up_weight is None else 1)
+    return INTERPRET or (x.is_cuda and x.numel() * n >= WORK)
 
 
 def readable(operand: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import checks
-from gossamer.nn.sae import BatchTopKSAE, Reviving, TopKSAE, mean
+from gossamer.nn.sae import BatchTopKSAE, Reviving, TopKSAE
 from gossamer.rowsparse import Rows
 from gossamer.rowsparse.rows import unchecked
 from gossamer.sae.decode import decode_dense
@@ -70,10 +70,8 @@ class Nested(Reviving):
         if not self.training or len(self.widths) == 1:
             return super()._terms(x, target, rows, l0)
         # The parts in the weights' dtype, as one width is decoded: twice the bytes would be read for each gradient.
-        whole, *errors = _Nested.apply(target, self.b_dec, self._parts(rows, None))
-        *inner, mse = map(mean, errors)
-        weighted = [error * weight for error, weight in zip(inner, self.inner_weights)]
-        return whole.to(rows.dtype), {"mse": mse, "further_mse": torch.stack(weighted).sum()}
+        whole, further, mse = _Nested.apply(target, self.b_dec, self._parts(rows, None), self.inner_weights)
+        return whole.to(rows.dtype), {"mse": mse, "further_mse": further}
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, widths={self.widths}"
@@ -136,31 +134,44 @@ class MatryoshkaBatchTopKSAE(Nested, BatchTopKSAE):
 
 
 class _Nested(torch.autograd.Function):
-    """(the whole reconstruction `[..., D]`, of each width the squared errors of rows), in float32 at least.
+    """(the whole reconstruction `[..., D]`, the weighted squared errors of the inner widths `[]`, that of the last
+    `[]`), means over rows, in float32 at least.
 
-    One reconstruction is carried from width to width, and one gradient back: autograd would read and write each width's
+    One residual is carried from width to width, and one gradient back: autograd would read and write each width's
     several times.
     """
 
     @staticmethod
-    def forward(ctx: Any, target: Tensor, b_dec: Tensor, parts: Tensor) -> tuple[Tensor, ...]:
-        whole, residuals = b_dec.to(torch.promote_types(b_dec.dtype, torch.float32)), []
-        for part in parts:
-            whole = whole + part
-            residuals.append(target - whole)
-        ctx.dtypes = target.dtype, b_dec.dtype, parts.dtype
-        ctx.save_for_backward(*residuals)
-        return whole, *(torch.linalg.vector_norm(each, dim=-1).square() for each in residuals)
+    def forward(
+        ctx: Any, target: Tensor, b_dec: Tensor, parts: Tensor, inner_weights: Sequence[float]
+    ) -> tuple[Tensor, ...]:
+        before = target - b_dec.to(torch.promote_types(b_dec.dtype, torch.float32))
+        residuals = before.new_empty(parts.shape)
+        for part, residual in zip(parts, residuals):
+            before = torch.sub(before, part, out=residual)
+        count = max(target.shape[:-1].numel(), 1)
+        *inner, mse = (torch.linalg.vector_norm(residuals, dim=-1).square().flatten(1).sum(1) / count).unbind()
+        further = torch.zeros_like(mse)
+        for error, weight in zip(inner, inner_weights):
+            further = torch.add(further, error, alpha=weight)
+        ctx.dtypes, ctx.scales = (target.dtype, b_dec.dtype, parts.dtype), [2 * w / count for w in (*inner_weights, 1)]
+        ctx.save_for_backward(residuals)
+        ctx.set_materialize_grads(False)
+        return target - before, further, mse.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, pull: Tensor, *grads: Tensor) -> tuple[Tensor, ...]:
-        (target, b_dec, parts), whole = ctx.dtypes, pull
-        found = pull.new_empty((len(grads), *pull.shape), dtype=parts)
-        for at, residual in reversed([*enumerate(ctx.saved_tensors)]):
-            pull = torch.addcmul(pull, residual, -2 * grads[at][..., None])
+    def backward(ctx: Any, whole: Tensor | None, further: Tensor | None, mse: Tensor | None) -> tuple[Any, ...]:
+        (residuals,), (target, b_dec, parts) = ctx.saved_tensors, ctx.dtypes
+        pull = start = residuals.new_zeros(()) if whole is None else whole
+        found = residuals.new_empty(residuals.shape, dtype=parts)
+        for at in reversed(range(len(residuals))):
+            grad = further if at < len(residuals) - 1 else mse
+            if grad is not None:
+                pull = torch.addcmul(pull, residuals[at], grad, value=-ctx.scales[at])
             found[at] = pull
-        return (whole - pull).to(target), pull.flatten(0, -2).sum(0).to(b_dec), found
+        grad_target = (start - pull).to(target) if ctx.needs_input_grad[0] else None
+        return grad_target, pull.flatten(0, -2).sum(0).to(b_dec), found, None
 
 
 def by_width(rows: Rows, widths: Sequence[int]) -> Rows:

@@ -63,11 +63,11 @@ class _Kept(Generic[Found]):
     """A result, and all that it may depend on: the types of a module's parts, the types and dtypes of their parameters,
     and the argument of a GELU. Nothing that is replaced is kept alive."""
 
-    __slots__ = ("_parts", "_paths", "found")
+    __slots__ = ("_dense", "_parts", "found")
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], found: Found) -> None:
         self.found, self._parts = found, []
-        self._paths: dict[int, str] = {}
+        self._dense: set[int] = set()
         for name in names:
             part = module._modules.get(name)
             own = {"_parameters": {}} if part is None else part.__dict__
@@ -103,17 +103,17 @@ class _Kept(Generic[Found]):
                 keep(tensor)
         return found
 
-    def settle(self, x: Tensor, path: str) -> None:
-        """Keeps the name of the path that calls with so many elements of x take."""
-        if len(self._paths) < _MOST:
-            self._paths[x.numel()] = path
+    def settle(self, x: Tensor) -> None:
+        """Keeps that eager calls with so many elements of x are left to the module's class."""
+        if len(self._dense) < _MOST:
+            self._dense.add(x.numel())
 
     def settled(self, x: Any) -> str | None:
-        """That name, for a call without gradients that is not compiled; else None. The parts may have changed since:
-        an owner that moves calls `forget_parts`."""
-        if type(x) is not Tensor or is_grad_enabled() or is_dynamo_compiling():
+        """ "dense" for a call that is left to the class: without gradients, neither compiled nor captured; else None.
+        The parts may have changed since: an owner that moves calls `forget_parts`."""
+        if type(x) is not Tensor or is_grad_enabled() or is_dynamo_compiling() or x.numel() not in self._dense:
             return None
-        return self._paths.get(x.numel())
+        return None if x.is_cuda and torch._C._cuda_isCurrentStreamCapturing() else "dense"
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer import gemm, sae
 from gossamer._core import checks
+from gossamer._core.compiling import ahead
 from gossamer._core.recompute import recomputed, remembered
 from gossamer.nn._placement import HERE, Here
 from gossamer.nn._silence import Silence
@@ -65,6 +66,7 @@ class SparseAutoencoder(torch.nn.Module):
     capacity: int | None = None
     _wide_tensors: tuple[str, ...] = ()
     _placement: Here = HERE
+    _is_cold = True
 
     def __init__(
         self,
@@ -214,9 +216,20 @@ class SparseAutoencoder(torch.nn.Module):
             self.W_dec.grad.copy_(torch.addcmul(grad, along[:, None], rows, value=-1))
 
     def _encode(self, x: Tensor, capacity: int | None) -> tuple[Any, Tensor]:
+        """(latents, l0 of each row), counted in training."""
+        return self._counted(self._latents(x, capacity))
+
+    def _latents(self, x: Tensor, capacity: int | None) -> tuple[Any, Tensor]:
         """(latents, l0 of each row). A selection of known size has a slot per entry, whatever `capacity` says."""
         options = self._options() if self._expected is not None else {"capacity": capacity, **self._options()}
-        return self._counted(self._placement.encode(x, *self._encoder, **options))
+        return self._placement.encode(x, *self._encoder, **options)
+
+    def _whole_pass(self, x: Tensor) -> None:
+        """The kernels of a forward pass on packed latents, and no change."""
+        rows = self._latents(x, self._slots)[0]
+        if self.training:
+            sae.count_fired(rows)
+        self._output(x, rows)
 
     def _options(self) -> dict[str, Any]:
         """The arguments of `sae.encode` and `encode_dense` in this mode."""
@@ -242,6 +255,10 @@ class SparseAutoencoder(torch.nn.Module):
                 lambda known: choose_path(known, rows, self.W_dec, self._expected, training=training), training=training
             )
         if path == "sparse":
+            if not torch.compiler.is_compiling() and self._is_cold and x.is_cuda and not self.sharded:
+                self._is_cold = False
+                with torch.no_grad():
+                    ahead(self._whole_pass, x)
             latents, l0 = sparse(x, self._slots)
             return latents, l0, latents.counts if followed else None
         acts, l0, fired, nnz = encode_dense(x, *self._encoder, **self._options())

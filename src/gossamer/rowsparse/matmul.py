@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, Key, key_of
+from gossamer._core.compiling import together
 from gossamer._core.operator import register
 from gossamer.rowsparse._torch import matmul as _cpu
 from gossamer.rowsparse._torch.sampled_matmul import sampled_matmul as _cpu_sampled
@@ -102,6 +103,7 @@ def check_weight(
     checks.same_device(operator, name, weight.device, **{container: rows.packed.values})
 
 
+@together
 def _backward(call: Matmul, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     values, indices, spans, source, weight, bias, _ = call
     (grad,), products = grads, None

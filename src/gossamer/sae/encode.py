@@ -8,6 +8,7 @@ from torch import Tensor
 
 from gossamer._core import autocast, checks
 from gossamer._core.calls import Checked, key_of
+from gossamer._core.compiling import together
 from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.gemm import linear_pack
@@ -221,6 +222,7 @@ def _fake(call: SaeEncode) -> tuple[Tensor, ...]:
     return *empty_slots(weight, m, room), source, weight.new_empty(m, dtype=threshold_dtype(weight.dtype))
 
 
+@together
 def encode_backward(call: SaeEncode, kept: Any, grads: Any, needs: Any) -> dict[str, Tensor | None]:
     x, weight, bias, b_dec, threshold, *_ = call
     (values, indices, spans, source), (grad_values, _, _, grad_source, grad_l0) = kept, grads

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from gossamer._core import files
+from gossamer.extract.ranks import Ranks
 from gossamer.train.model import whole
 
 _OPERATOR = "train"
@@ -37,7 +38,9 @@ def found(folder: Path) -> list[tuple[int, Path]]:
     return sorted(steps.items())
 
 
-def save(folder: Path, step: int, held: Held, optimizer: Optimizer, keep: int, write: bool = True) -> None:
+def save(
+    folder: Path, step: int, held: Held, optimizer: Optimizer, keep: int, write: bool = True, ranks: Ranks | None = None
+) -> None:
     """Writes tensors and moments after `step` optimizer steps, and removes all but the last `keep` checkpoints.
 
     The position in the data and all random numbers of training follow from the step and the seed, so nothing else is
@@ -50,6 +53,7 @@ def save(folder: Path, step: int, held: Held, optimizer: Optimizer, keep: int, w
         optimizer: Adam or AdamW of the parameters.
         keep: how many checkpoints stay.
         write: False on ranks that only take part.
+        ranks: those that have tensors of their own each; the file has all of them.
 
     Raises:
         OSError: the disk is full, say. Older checkpoints stay as they are.
@@ -58,7 +62,9 @@ def save(folder: Path, step: int, held: Held, optimizer: Optimizer, keep: int, w
     for name, tensor in held.items():
         if isinstance(tensor, nn.Parameter):
             parts |= {f"{moment}/{name}": optimizer.state[tensor][moment] for moment in _MOMENTS}
-    tensors = whole(parts, write)
+    tensors: dict[str, Tensor] = {}
+    for found_there in [whole(parts, write)] if ranks is None else ranks.share(lambda: whole(parts, True)):
+        tensors |= found_there
     if not write:
         return
     sums = json.dumps({name: _checksum(tensor) for name, tensor in tensors.items()})
@@ -69,8 +75,8 @@ def save(folder: Path, step: int, held: Held, optimizer: Optimizer, keep: int, w
         files.remove(old)
 
 
-def load(file: Path, held: Held, optimizer: Optimizer) -> int:
-    """Puts a checkpoint into tensors and their optimizer; returns its step.
+def load(file: Path, held: Held, optimizer: Optimizer, *, partly: bool = False) -> int:
+    """Puts a checkpoint, `partly` with tensors of other ranks, into tensors and their optimizer; returns its step.
 
     Raises:
         ValueError: a file that is corrupt or truncated, or of another model. Nothing is changed then.
@@ -88,7 +94,7 @@ def load(file: Path, held: Held, optimizer: Optimizer) -> int:
         raise ValueError(_broken(file, f"{broken[0]} has another checksum"))
     trained = [name for name, tensor in held.items() if isinstance(tensor, nn.Parameter)]
     wanted = held.keys() | {f"{moment}/{name}" for name in trained for moment in _MOMENTS}
-    if wanted != tensors.keys():
+    if wanted - tensors.keys() if partly else wanted != tensors.keys():
         raise ValueError(f"{_OPERATOR}: checkpoint {file} is of another model: {sorted(wanted ^ tensors.keys())[:3]}.")
     with torch.no_grad():
         for name, tensor in held.items():

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils import deterministic
 
 from gossamer._core import files
+from gossamer.extract.ranks import Ranks
 from gossamer.train import checkpoint
 
 Record = dict[str, float]
@@ -38,8 +39,8 @@ class Resumable:
     keep: int
     rank = 0
 
-    def _resume(self, held: checkpoint.Held) -> None:
-        """Goes on where the folder's last checkpoint stands, or begins a run there."""
+    def _resume(self, held: checkpoint.Held, ranks: Ranks | None = None) -> None:
+        """Goes on where the folder's last checkpoint stands, or begins a run there; `ranks` as in `checkpoint.save`."""
         self.step, self.records = 0, list[Record]()
         file, settings = self.folder / "config.json", type(self.config)
         files.make_folder("train", "out", self.folder)
@@ -49,7 +50,7 @@ class Resumable:
                 "same settings."
             )
         if saved := self._saved():
-            self.step = checkpoint.load(saved[-1][1], held, self.optimizer)
+            self.step = checkpoint.load(saved[-1][1], held, self.optimizer, partly=ranks is not None)
         if self.rank == 0:
             self.config.save(file)
         log = self.folder / "log.jsonl"
@@ -72,8 +73,9 @@ class Resumable:
     def _saved(self) -> list[tuple[int, Path]]:
         return checkpoint.found(self.folder / "checkpoints")
 
-    def _save(self, held: checkpoint.Held) -> None:
-        checkpoint.save(self.folder / "checkpoints", self.step, held, self.optimizer, self.keep, self.rank == 0)
+    def _save(self, held: checkpoint.Held, ranks: Ranks | None = None) -> None:
+        folder, write = self.folder / "checkpoints", self.rank == 0
+        checkpoint.save(folder, self.step, held, self.optimizer, self.keep, write, ranks)
 
     def _log(self, record: Record, show: Callable[[Record], Any]) -> None:
         self.records.append(record)

@@ -7,8 +7,8 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
-from dataclasses import dataclass, field, replace
+from contextlib import ExitStack, closing
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from gossamer import nn, sae
 from gossamer._core import checks, files
+from gossamer.extract.ranks import Ranks
 from gossamer.extract.source import Source, ahead, checksum
 from gossamer.train.config import Settings
 from gossamer.train.resumable import Record, Resumable, ask_cublas, reproducible
@@ -126,11 +127,8 @@ class SAEConfig(Settings):
         """Of the autoencoders; `"sae"` is the only one without a sweep."""
         return [",".join(f"{name}={value}" for name, value in point.items()) or "sae" for point in self.points]
 
-    def make(self, d_in: int) -> list[tuple[Any, float]]:
-        """The autoencoders, on the CPU, and the learning rate of each."""
-        return [self._make(d_in, point) for point in self.points]
-
-    def _make(self, d_in: int, point: dict[str, Any]) -> tuple[Any, float]:
+    def make(self, d_in: int, point: dict[str, Any]) -> tuple[Any, float]:
+        """The autoencoder of one of `points`, on the CPU, and its learning rate."""
         given = {name: getattr(self, name) for name in ("d_sae", "l0", "lr", "seed")} | self.options | point
         d_sae, l0, lr, seed = (given.pop(name) for name in ("d_sae", "l0", "lr", "seed"))
         if self.kind not in ("standard", "gated"):
@@ -159,6 +157,10 @@ class SAERun(Resumable):
     Autoencoders other than JumpReLU, which finds a scale by itself, see rows times a power of 2 that brings the first
     batch nearest to a variance of 1 in each element. The files that a run writes are in the units of the source.
 
+    Where `torch.distributed` is initialised, all ranks make the run with the same arguments, on a file system that they
+    share. Rank r of W trains the autoencoders r, r + W, ... and reads the source by itself. Files are those of one
+    process, to the bit on the same hardware, and another number of ranks goes on with them.
+
     Args:
         config: of the run.
         source: as in `gossamer.extract`; an iterable without a length must have all rows of `config.steps`.
@@ -170,14 +172,15 @@ class SAERun(Resumable):
 
     Attributes:
         config: with all sizes known.
-        models: a `ModuleList`, with `scale` `[]`.
-        step, records: as in `Run`. A record has the means of the steps since the one before; those of
-            autoencoder number i have the suffix `/i`.
-        results: of each autoencoder its `evaluate_sae`, once the run is finished; and of a source with `losses` the
-            losses and, where the module matters to the model, the loss recovered.
+        models: a `ModuleList` of this rank's autoencoders, with `scale` `[]`.
+        step, records: as in `Run`; records grow on rank 0. A record has the means of the steps since the one before;
+            those of autoencoder number i have the suffix `/i`.
+        results: on rank 0 of each autoencoder its `evaluate_sae`, once the run is finished; and of a source with
+            `losses` the losses and, where the module matters to the model, the loss recovered.
 
     Raises:
-        ValueError: a folder with a run of other settings or of another source, too few rows, a corrupt checkpoint.
+        ValueError: a folder with a run of other settings or of another source, too few rows, a corrupt checkpoint,
+            ranks with different arguments or without an autoencoder.
         TypeError, FileNotFoundError: as `gossamer.extract`, of the source.
 
     >>> import tempfile; config = SAEConfig(d_sae=64, batch=8, buffer=16, sweep={"l0": [2, 4]})
@@ -202,13 +205,13 @@ class SAERun(Resumable):
         self.folder, self.device, self.keep, self.given = Path(folder), torch.device(device), keep, source
         self.checkpoint_every, self.log_every = checkpoint_every, log_every
         self._stopped = False
-        # Rows of any width, which the shuffled block takes from the host.
-        self.source = Source(source, key, config.batch, torch.empty(0, dtype=getattr(torch, config.dtype)))
-        try:
+        with ExitStack() as stack:
+            self.ranks = stack.enter_context(Ranks("train"))
+            # Rows of any width, which the shuffled block takes from the host.
+            self.source = Source(source, key, config.batch, torch.empty(0, dtype=getattr(torch, config.dtype)))
+            stack.callback(self.source.close)
             self._prepare(config)
-        except BaseException:
-            self.source.close()
-            raise
+            self._opened = stack.pop_all()
 
     def _prepare(self, config: SAEConfig) -> None:
         self.config = self._sized(config)
@@ -217,19 +220,32 @@ class SAERun(Resumable):
             raise ValueError(f"train: source must have more than the {self.config.held_out} rows for evaluation.")
         self.held_out = torch.cat(held)
         self.config = replace(self.config, source=checksum(self.held_out))
-        made = config.make(self.held_out.shape[1])
+        self.rank, count = self.ranks.rank, len(config.points)
+        if count < self.ranks.size:
+            raise ValueError(
+                f"train: a sweep over {self.ranks.size} processes must have an autoencoder for each, got {count}. "
+                "Start fewer processes."
+            )
+        self.ranks.check_alike(asdict(self.config))
+        self._numbers = range(self.rank, count, self.ranks.size)
+        made = [config.make(self.held_out.shape[1], config.points[number]) for number in self._numbers]
         self.models: Any = torch.nn.ModuleList(model for model, _ in made).to(self.device)
         self.models.register_buffer("scale", torch.ones((), device=self.device))
         groups = [{"params": [*model.parameters()], "lr": lr, "highest": lr} for model, lr in made]
         self.optimizer = torch.optim.Adam(groups, fused=True)
-        self._resume(self._held)
+        self._resume(self._held, self.ranks)
         for model in self.models:
             if self.step and isinstance(model, nn.JumpReLUSAE):
                 model.look_up_whether_fresh()
 
     @property
     def _held(self) -> dict[str, Tensor]:
-        return self.models.state_dict(keep_vars=True)
+        """Tensors by their names among those of all ranks."""
+        found = {}
+        for name, tensor in self.models.state_dict(keep_vars=True).items():
+            number, dot, rest = name.partition(".")
+            found[f"{self._numbers[int(number)]}.{rest}" if dot else name] = tensor
+        return found
 
     def _sized(self, config: SAEConfig) -> SAEConfig:
         """The configuration with the numbers of rows and steps that follow from the source."""
@@ -262,26 +278,33 @@ class SAERun(Resumable):
             raise RuntimeError("train: a SAERun trains once. Another of the same folder goes on from there.")
         batches = self._batches()
         # A thread of its own for gradients would wait for the interpreter, which reads batches meanwhile, at each turn.
-        here, given = torch.autograd.set_multithreading_enabled(False), closing(self.source)
-        with given, reproducible(), here, closing(batches), closing(ahead(batches, self.device)) as moved:
-            try:
-                self._train(moved, show)
-            finally:
-                # The thread that reads a block need not read all of it.
-                self._stopped = True
-        finished, self.results = [in_units_of_x(model, self.models.scale) for model in self.models], []
-        for name, model in zip(self.config.names, finished):
-            self.results.append({"name": name, **evaluate_sae(model, self.held_out, self.config.batch)})
-            nn.save_sae(model, self.folder / name)
-        self._write_results()
-        if callable(losses := getattr(self.given, "losses", None)):
-            # The model may be of a kind that has none: autoencoders are on the disk by now.
-            for found, model in zip(self.results, finished):
-                found |= _recovered(losses, model)
-            self._write_results()
+        here = torch.autograd.set_multithreading_enabled(False)
+        with self._opened:
+            with reproducible(), here, closing(batches), closing(ahead(batches, self.device)) as moved:
+                try:
+                    self._train(moved, show)
+                finally:
+                    # The thread that reads a block need not read all of it.
+                    self._stopped = True
+            finished, results = [in_units_of_x(model, self.models.scale) for model in self.models], []
+            for number, model in zip(self._numbers, finished):
+                name = self.config.names[number]
+                results.append({"name": name, **evaluate_sae(model, self.held_out, self.config.batch)})
+                nn.save_sae(model, self.folder / name)
+            self._write(results)
+            if callable(losses := getattr(self.given, "losses", None)):
+                # The model may be of a kind that has none: autoencoders are on the disk by now.
+                self._write([found | _recovered(losses, model) for found, model in zip(results, finished)])
 
-    def _write_results(self) -> None:
-        files.write_text("train", self.folder / "results.json", json.dumps(self.results, indent=1))
+    def _write(self, results: list[dict[str, Any]]) -> None:
+        self.results = self._of_all(results)
+        if self.rank == 0:
+            files.write_text("train", self.folder / "results.json", json.dumps(self.results, indent=1))
+
+    def _of_all(self, mine: list[Any]) -> list[Any]:
+        """On rank 0 one for each autoencoder, from those of each rank's; on others their own."""
+        found = self.ranks.share(lambda: mine)
+        return [each for turn in itertools.zip_longest(*found) for each in turn if each is not None]
 
     def _train(self, batches: Iterator[Tensor], show: Callable[[Record], Any]) -> None:
         sums, before = None, self._now()
@@ -329,12 +352,15 @@ class SAERun(Resumable):
     def _collect(self, means: Tensor, before: Any, steps: int, show: Callable[[Record], Any]) -> None:
         """Writes the record of some steps, and refuses numbers that are not finite."""
         after, found = self._now(), means.tolist()
+        if not all(math.isfinite(loss) for loss, *_ in found):
+            self._refuse(f"the loss of steps {self.step - steps + 1} to {self.step} is {[loss for loss, *_ in found]}")
+        found = self._of_all(found)
+        if self.rank:
+            return
         seconds = before.elapsed_time(after) / 1000 if self.device.type == "cuda" else after - before
         record: Record = {"step": self.step, "tokens/s": steps * self.config.batch / seconds}
         names = ("loss", "explained", "l0", "dead")
         record |= {f"{name}/{i}": value for i, numbers in enumerate(found) for name, value in zip(names, numbers)}
-        if not all(math.isfinite(loss) for loss, *_ in found):
-            self._refuse(f"the loss of steps {self.step - steps + 1} to {self.step} is {[loss for loss, *_ in found]}")
         self._log(record, show)
 
     def _refuse(self, what: str) -> None:
@@ -346,7 +372,7 @@ class SAERun(Resumable):
         if not torch.stack([tensor.detach().float().sum() for tensor in held.values()]).isfinite().all():
             # The loss of a step is that of the weights before it.
             self._refuse(f"a weight is not finite after step {self.step}")
-        self._save(held)
+        self._save(held, self.ranks)
         for model in self.models:
             # A checkpoint does not hold the counts of the last calls: a run that is loaded here begins without, too.
             model.density.forget()

@@ -374,8 +374,8 @@ class _Call:
         self.padded = round_up(self.tq, self.unit)
         self.ahead = 1 if call.causal else self.tk + 1
         heads = max(16, launch.next_power_of_2(self.heads))
-        # Rows of products that a key takes, and shared memory.
-        few = self.unit == 16 and self.tq * heads <= 8 * self.heads
+        # At most half the rows of products that 16 queries of each head are, or as many as Hopper takes at once.
+        few = self.unit == 16 and (self.heads >= 64 or self.tq * heads <= 8 * self.heads)
         self.heads_as_rows = few and heads * max(16, launch.next_power_of_2(self.d)) * q.element_size() <= HEADS_BYTES
         self.granularity = granularity
         self.rule = (call.top // granularity, call.window or 1 - granularity, launch.cdiv(call.sinks, granularity))

@@ -27,7 +27,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from gossamer._core import launch
 from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, owner_of, row_of
-from gossamer.blocksparse.attention_path import empty_like, problem_of, queries_of
+from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention
 
@@ -140,10 +140,11 @@ def soften(s, m, total, scale):
 
 @gluon.jit
 def ends_of(first, lines, limit, shift, CAUSAL: gl.constexpr):
-    """(where each line's keys end, up to where all lines of the tile meet every key)."""
+    """(where each line's keys end, up to where all lines of the tile meet every key). Below a diagonal, lines behind
+    the keys of their sequence have none."""
     if CAUSAL:
-        last = gl.minimum(lines + (shift + 1), limit)
-        whole = gl.minimum(first + (shift + 1), limit)
+        last = gl.where(lines + shift < limit, lines + (shift + 1), 0)
+        whole = gl.where(first + (lines.shape[0] - 1) + shift < limit, first + (shift + 1), 0)
     else:
         last = gl.zeros_like(lines) + limit
         whole = limit
@@ -268,8 +269,8 @@ def readable(x: Tensor) -> Tensor:
 
 
 def without_padding(x: Tensor, lengths: Tensor | None) -> Tensor:
-    """q, k or v with zeros behind its lengths: tiles are read whole, and a padding row may hold NaN, which a weight of
-    zero would keep."""
+    """k or v with zeros behind its lengths: tiles are read whole, and a padding row may hold NaN, which a weight of 0
+    would keep."""
     if lengths is None:
         return readable(x)
     behind = torch.arange(x.shape[2], device=x.device) >= lengths[:, None]
@@ -289,8 +290,7 @@ def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -
     """(out, log-sum-exp), with the tile that was measured best unless another is given."""
     p, lengths, lists = problem_of(call), call.lengths, Lists(call.layout, call.form)
     config = config_of(p, tile or tile_of(p.d, p.block))
-    queries = queries_of(call)
-    q, k, v = (without_padding(x, n) for x, n in ((call.q, queries), (call.k, lengths), (call.v, lengths)))
+    q, k, v = readable(call.q), without_padding(call.k, lengths), without_padding(call.v, lengths)
     out, lse = empty_like(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
     sides = config.block_m, config.block_n, config.block_n, config.block_m
     tiles = [descriptor(x, side) for x, side in zip((q, k, v, out), sides)]
@@ -298,9 +298,6 @@ def launch_attention_fwd(call: BlocksparseAttention, tile: Tile | None = None) -
     args += (lists.form.capacity, p.scale * INV_LN2)
     grid = (p.rows * (p.block[0] // config.block_m) * p.b * p.h, 1, 1)
     _attention_fwd_kernel(grid, args, {"CONFIG": config}, **config.options)
-    if queries is not None:
-        behind = (torch.arange(p.tq, device=q.device) >= queries[:, None])[:, None]
-        return out.masked_fill_(behind[..., None], 0), lse.masked_fill_(behind, -torch.inf)
     return out, lse
 
 

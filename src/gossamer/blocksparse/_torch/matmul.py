@@ -3,12 +3,7 @@
 A dense operand is a grid of blocks of which every one is present; where no block-sparse matrix cuts a dimension it is
 a single block. Every present block of A is joined with the present blocks of B in the row that its column names. What
 does not fall into the result is dropped before anything is multiplied.
-
-Where only the result is block-sparse, each of its block rows is a plain product instead: of the rows of A there, and
-of the columns of B that the result has in these rows.
 """
-
-import itertools
 
 import torch
 from torch import Tensor
@@ -20,9 +15,8 @@ from gossamer.blocksparse.records import BlocksparseMatmul
 
 WORKSPACE = 1 << 18
 """Elements that are gathered at one time: they stay in the cache."""
-_WIDE = 6
-"""Columns of a block, times the share of the result's blocks that are present, from which block rows are faster than
-pairs."""
+LARGE = 1 << 16
+"""Multiplications of two blocks from which each product is added where it stands: a batch of these would be copied."""
 
 
 def matmul(call: BlocksparseMatmul) -> Tensor:
@@ -33,40 +27,24 @@ def matmul(call: BlocksparseMatmul) -> Tensor:
     shape = (z, m, n) if of_out is None else (of_out.form.capacity, bm, bn)
     if any(lists is not None and lists.overflowed() for lists in (of_a, of_b, of_out)):
         return a.new_full(shape, float("nan"))
-    # Few narrow columns of a dense matrix cost more to copy than a plain product saves.
-    if of_a is None and of_b is None and of_out is not None and bn * of_out.density >= _WIDE:
-        return _trimmed(_sampled(a, b, of_out, (bm, bn)), of_out).to(a.dtype)
-    left, of_left = _blocks(a, of_a, trans_a, (z, m, k), (bm, bk))
-    right, of_right = _blocks(b, of_b, trans_b, (z, k, n), (bk, bn))
     # 16-bit numbers are multiplied and added up in float32.
     wide = torch.promote_types(a.dtype, torch.float32)
+    left, of_left = _blocks(a.to(wide), of_a, trans_a, (z, m, k), (bm, bk))
+    right, of_right = _blocks(b.to(wide), of_b, trans_b, (z, k, n), (bk, bn))
     out = torch.zeros(z * rows * cols if of_out is None else shape[0], bm, bn, dtype=wide)
     step = max(1, WORKSPACE // (bm * bk + bk * bn + bm * bn))
     places = None if of_out is None else of_out.positions
-    for first, second, to in zip(*(part.split(step) for part in _pairs(of_left, of_right, places, rows, cols))):
-        out.index_add_(0, to, left[first].to(wide) @ right[second].to(wide))
+    pairs = _pairs(of_left, of_right, places, rows, cols)
+    if bm * bk * bn >= LARGE:
+        for first, second, to in zip(*(part.tolist() for part in pairs)):
+            out[to].addmm_(left[first], right[second])
+    else:
+        for first, second, to in zip(*(part.split(step) for part in pairs)):
+            out.index_add_(0, to, left[first] @ right[second])
     if of_out is not None:
         return _trimmed(out, of_out).to(a.dtype)
     whole = out.view(z, rows, cols, bm, bn).transpose(2, 3).reshape(z, rows * bm, cols * bn)
     return whole[:, :m, :n].to(a.dtype, memory_format=torch.contiguous_format, copy=True)
-
-
-def _sampled(a: Tensor, b: Tensor, of_out: Lists, block: tuple[int, int]) -> Tensor:
-    """The blocks of a layout of dense a `[Z, M, K]` times dense b `[Z, K, N]`, in the working dtype."""
-    (bm, bn), (rows, cols), wide = block, of_out.form[1:3], torch.promote_types(a.dtype, torch.float32)
-    left = pad(a.to(wide), (0, 0, 0, rows * bm - a.shape[1])).unflatten(1, (rows, bm))
-    right = pad(b.to(wide), (0, cols * bn - b.shape[2])).unflatten(2, (cols, bn))
-    out = torch.zeros(of_out.form.blocks, dtype=wide)
-    offsets = of_out.row_offsets.tolist()
-    for line, (first, last) in enumerate(itertools.pairwise(offsets)):
-        if first == last:
-            continue
-        below = right[line // rows]
-        if last - first < cols:
-            below = below[:, of_out.col_indices[first:last].long()]
-        product = left[line // rows, line % rows] @ below.flatten(1)
-        out[first:last] = product.view(bm, last - first, bn).transpose(0, 1)
-    return out
 
 
 def _blocks(

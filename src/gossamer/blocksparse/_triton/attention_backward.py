@@ -53,11 +53,12 @@ ROWS = 64
 
 @launch.kernel
 def _attention_stats_kernel(
-    out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, stride_gb, stride_gh, stride_gt, H, T, D, tiles,
+    out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, idle_ptr, stride_gb, stride_gh, stride_gt, H, T, D, tiles,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`stats`, `[B, H, 2, tiles * ROWS]`: the log-sum-exp in base 2, +inf where a row has no keys or is padding, so
-    that weights are 0 there; and the row sums of grad * out, less the gradient of the log-sum-exp, 0 there."""
+    that weights are 0 there; and the row sums of grad * out, less the gradient of the log-sum-exp, 0 there. `idle` says
+    of each ROWS queries whether one of them has no keys."""
     pair = tl.program_id(0) // tiles
     lines = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, BLOCK_D)
@@ -75,6 +76,7 @@ def _attention_stats_kernel(
         delta -= tl.load(grad_lse_ptr + line, mask=exists, other=0.0)
     # A query that meets no key may have NaN as its gradient, which weights of 0 would keep.
     delta = tl.where(lse == float("inf"), 0.0, delta)
+    tl.store(idle_ptr + tl.program_id(0), tl.max((exists & (lse == float("inf"))).to(tl.int32), 0))
     stats_ptr += pair.to(tl.int64) * (2 * tiles * ROWS) + lines
     tl.store(stats_ptr, lse)
     tl.store(stats_ptr + tiles * ROWS, delta)
@@ -82,11 +84,12 @@ def _attention_stats_kernel(
 
 @triton.jit
 def load_stats(stats_ptr, pair, lines, exists, Tq, ROWS: tl.constexpr):
-    """(log-sum-exp in base 2, row sum) of queries."""
+    """(log-sum-exp in base 2, row sum, whether they take a key) of queries. The rows of one that takes none may hold
+    NaN, which weights of 0 would keep."""
     padded = tl.cdiv(Tq, ROWS) * ROWS
     stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
     lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
-    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0)
+    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0), lse != float("inf")
 
 
 @triton.jit
@@ -131,9 +134,9 @@ def _attention_dq_kernel(
     meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (pair // GROUP).to(tl.int64) * Tk
+    lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
     q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
     grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
-    lse, delta = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, count * BLOCK_K, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -201,9 +204,9 @@ def _attention_dkdv_kernel(
             entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
             query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
             present = present & meeting(query, limit, shift, lengths_ptr, Tq, CONFIG)
+            lse, delta, present = load_stats(stats_ptr, of_query, query, present, Tq, 64)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, DV, BLOCK_V)
-            lse, delta = load_stats(stats_ptr, of_query, query, present, Tq, 64)
             s = scores(
                 dot(k, tl.trans(q), CONFIG), added, of_query, query[None, :], key[:, None], entry[None, :],
                 (key < limit)[:, None] & present[None, :], shift, scale, sizes, CONFIG,
@@ -284,11 +287,11 @@ def _attention_dbias_kernel(
             queries = pair.to(tl.int64) * Tq
             keys = (pair // GROUP).to(tl.int64) * Tk
             meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
+            lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
             q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
-            lse, delta = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
             s = scores(
                 dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :],
                 tl.zeros([1, 1], tl.int32) + entry, meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
@@ -315,15 +318,16 @@ def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
     return Tile(min(side, block[0]), min(keys, block[1]), 4, 1)
 
 
-def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
-    """The numbers that the backward kernels keep of each query; lse is contiguous, grad has contiguous rows."""
+def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(the numbers that the backward kernels keep of each query, int32: which ROWS of them are `idle` in part); lse is
+    contiguous, grad has contiguous rows."""
     b, h, t, d = out.shape
     tiles = launch.cdiv(t, ROWS)
-    stats = lse.new_empty(b, h, 2, tiles * ROWS)
-    args = (out.transpose(1, 2).contiguous(), grad, lse, grad_lse, stats, *grad.stride()[:3], h, t, d, tiles)
+    stats, idle = lse.new_empty(b, h, 2, tiles * ROWS), lse.new_empty(b, h, tiles, dtype=torch.int32)
+    args = (out.transpose(1, 2).contiguous(), grad, lse, grad_lse, stats, idle, *grad.stride()[:3], h, t, d, tiles)
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
     _attention_stats_kernel((b * h * tiles, 1, 1), args, meta)
-    return stats
+    return stats, idle
 
 
 def launch_attention_bwd(
@@ -385,11 +389,11 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
         return dq, dk, dv, dbias, drelative
     # Statistics, and the copy engine, read rows wherever they stand.
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    stats = attention_stats(out, grad, lse, grad_lse)
+    stats, idle = attention_stats(out, grad, lse, grad_lse)
     if choose_path(call) == "hopper":
         from gossamer.blocksparse._gluon.attention_backward import launch_attention_bwd as on_hopper
 
-        return *on_hopper(call, grad, stats), dbias, drelative
+        return *on_hopper(call, grad, stats, idle), dbias, drelative
     given, grad, sums = operands(call, tile_of), grad.contiguous(), None
     if relative is not None and call.with_relative:
         sums = torch.zeros_like(relative, dtype=torch.float32)

@@ -300,12 +300,20 @@ HOPPER = Tile((64, 256, 512), (4, 4, None), (1024, 16, 8), (8, None), 8)
 HOPPER_MANY = replace(HOPPER, down=(2048, 16, 8), taken=16)
 """Of a single row, of several of float32, and of up to ROWS with tensor cores; on Hopper of up to half as many, and of
 more. 64 columns are what Hopper's product takes out of shared memory, and read x half as often as 32."""
+WIDE = replace(HOPPER, hidden=(128, 256, 512), hidden_launch=(8, 3, None))
+WIDE_MANY = replace(WIDE, down=HOPPER_MANY.down, taken=HOPPER_MANY.taken)
+WIDE_COLUMNS = replace(WIDE_MANY, down=(2048, 32, 8))
+"""The same of so many columns that 128 for each program fill most of the GPU, which then turns to no second ones; the
+last with W_down by columns."""
 
 
-def _with_tensor_cores(x: Tensor) -> Tile:
+def _with_tensor_cores(x: Tensor, n: int, by_rows: bool) -> Tile:
     if not tuning.hopper(x.device):
         return MANY
-    return HOPPER if x.shape[0] <= ROWS // 2 else HOPPER_MANY
+    wide, many = 4 * n >= 3 * 128 * tuning.programs(x.device), x.shape[0] > ROWS // 2
+    if not wide:
+        return HOPPER_MANY if many else HOPPER
+    return WIDE if not many else WIDE_MANY if by_rows else WIDE_COLUMNS
 
 
 def unit_of(*sizes: int) -> int:
@@ -324,7 +332,9 @@ def project(
     wide, precision = x.element_size() > 2, tuning.dot_precision(x, k)["PRECISION"]
     dots = m > 1 and not (wide and precision == "ieee")
     rows = ROWS if dots else launch.next_power_of_2(m)
-    tile = tile or (_with_tensor_cores(x) if dots else ONE if m == 1 else SOME)
+    stride_dd, stride_dn = down.stride()
+    by_rows = stride_dd > 1
+    tile = tile or (_with_tensor_cores(x, n, by_rows) if dots else ONE if m == 1 else SOME)
     block_n, block_k, block_u = tile.hidden
     block_k, block_u = (min(b // 2 if wide else b, launch.next_power_of_2(max(k, 64))) for b in (block_k, block_u))
     # Of a narrow block as many programs as the GPU has room for, with fewer columns each.
@@ -346,8 +356,6 @@ def project(
     options: dict[str, Any] = {"num_warps": warps, "num_stages": stages, "maxnreg": registers, "launch_pdl": follows}
     _few_hidden_kernel(grid, (*heads, *strides, m, n, k), meta, **options)
     slots, block_d, parts = tile.down
-    stride_dd, stride_dn = down.stride()
-    by_rows = stride_dd > 1
     meta = {"BLOCK_N": block_n, "BLOCK_U": slots // 2 if wide else slots, "BLOCK_D": block_d}
     meta |= {"TAKEN": min(tile.taken, block_n), "ROWS": rows}
     meta |= {"PARTS": parts, "DEPENDENT": follows, "BY_ROWS": by_rows}

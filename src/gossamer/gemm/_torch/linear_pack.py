@@ -5,7 +5,7 @@ from torch import Tensor
 
 from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._torch.pack import buffers_of, nonzero_positions, row_offsets_of
-from gossamer.rowsparse.formats import linear
+from gossamer.rowsparse.formats import equal_spans, linear
 
 _BLOCK = 1 << 24
 """Pre-activations in memory at one time: few beside the weights, and enough rows for a fast product."""
@@ -28,7 +28,4 @@ def linear_pack(call: LinearPack) -> tuple[Tensor, Tensor, Tensor]:
     if len(blocks) == 1:
         return blocks[0]
     values, indices, spans = zip(*blocks)
-    starts, counts = torch.cat(spans, 1)
-    room = x.shape[0] * capacity
-    starts = torch.where(counts > capacity, room, torch.arange(0, room, capacity))
-    return torch.cat(values), torch.cat(indices), torch.stack([starts, counts])
+    return torch.cat(values), torch.cat(indices), equal_spans(torch.cat(spans, 1)[1], capacity)

@@ -224,11 +224,12 @@ def _launch_row(call: LinearGlu, out: Tensor) -> None:
 
 
 def tile_of(m: int, device: torch.device) -> launch.Tile:
-    """Tile of up to FEW rows; two accumulators of BLOCK_M x BLOCK_N."""
+    """Tile of up to 128 rows; two accumulators of BLOCK_M x BLOCK_N."""
     hopper = tuning.hopper(device)
     if m <= 16:
         return launch.Tile({"BLOCK_M": 16, "BLOCK_N": 32, "BLOCK_K": 256 if hopper else 128}, 4, 3)
-    return launch.Tile({"BLOCK_M": 32 if m <= 32 else 64, "BLOCK_N": 64, "BLOCK_K": 64}, 4, 4 if hopper else 3)
+    rows = 32 if m <= 32 else 64 if m <= 64 else 128
+    return launch.Tile({"BLOCK_M": rows, "BLOCK_N": 64, "BLOCK_K": 64}, 8 if rows == 128 else 4, 4 if hopper else 3)
 
 
 def _launch_tiles(call: LinearGlu, out: Tensor) -> None:

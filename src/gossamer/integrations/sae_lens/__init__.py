@@ -24,6 +24,7 @@ from gossamer import gemm, rowsparse
 from gossamer import sae as operators
 from gossamer._core import autocast
 from gossamer.ffn import BlockTracker
+from gossamer.ffn.costs import sample_step
 from gossamer.nn.plain import any_hook, of_parts
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.encode_dense import choose_path
@@ -340,7 +341,9 @@ def _encode(self: Any, x: Tensor) -> Tensor | rowsparse.Rows:
     if path != "sparse":
         acts: Tensor = type(self).encode(self, x)
         if path == "dense" and state.followed:
-            state.counts = torch.count_nonzero(acts.detach(), -1)
+            # A sample of rows tells as much as a pass over all latents.
+            flat = acts.detach().reshape(-1, acts.shape[-1])
+            state.counts = torch.count_nonzero(flat[:: sample_step(len(flat))], -1)
         return acts
     rows = _rows(self, self.process_sae_in(x))
     if state.followed:

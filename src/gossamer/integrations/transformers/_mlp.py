@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -21,13 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from gossamer import gemm
-from gossamer._core.ops import listened
+from gossamer._core import checks
 from gossamer.ffn import SparseBlock
 from gossamer.ffn.block import METHODS, NAMES, Block
 from gossamer.ffn.training import with_all
 from gossamer.gemm import linear_glu_path
-from gossamer.gemm.linear_glu import linear_glu_operator
-from gossamer.gemm.records import LinearGlu
 from gossamer.integrations.transformers._layouts import (
     Layout,
     activation_of,
@@ -38,7 +35,6 @@ from gossamer.integrations.transformers._layouts import (
     why_not_sparse,
 )
 from gossamer.nn.plain import KEPT, forget_parts, of_parts, weight_and_bias, why_called
-from gossamer.rowsparse.formats import linear
 
 _PATCH = "integrations.transformers.patch"
 
@@ -214,7 +210,7 @@ def _alone(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[.
         if known is not None and args and not kwargs and (path := known.settled(args[0])) is not None:
             if path == "dense":
                 return plain(self, *args)
-            if len(args) == 1 and (out := _again(self, args[0], layout, path)) is not None:
+            if path == "gather" and len(args) == 1 and (out := _again(self, args[0], layout)) is not None:
                 return out
         given = (*args, *kwargs.values())
         # A call that the class refuses is left to it, too.
@@ -260,27 +256,13 @@ def _inline(kind: type[nn.Module], layout: Layout, recompute: bool) -> Callable[
     return forward
 
 
-def _again(self: Any, x: Tensor, layout: Layout, path: str) -> Tensor | None:
-    """The result of a call that takes this path and whose like was computed before, by its launches; else None."""
-    kept, block = self.__dict__.get(KEPT), self.__dict__.get("sparse_block")
+def _again(self: Any, x: Tensor, layout: Layout) -> Tensor | None:
+    """The result of a sparse block's call whose like was computed before, by its launches; else None."""
+    kept = self.__dict__.get(KEPT)
     given = None if kept is None or layout.dropout else kept.parameters(self)
-    if given is None or len(given) != (4 if layout.up is None else 6):
+    if given is None or len(given) != (4 if layout.up is None else 6) or not kept.found.sparse:
         return None
-    able = kept.found
-    if block is not None:
-        weights = _weights(self, layout, given=given)
-        return block.again(x, weights, able.activation) if able.sparse and path == "gather" else None
-    if path != "fused" or not x.is_cuda or listened() or torch._C._is_any_autocast_enabled():
-        return None
-    gate_weight, gate_bias, up_weight, up_bias, *down = _weights(self, layout, True, given)
-    flat = x if x.dim() == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
-    # A record by its fields' names takes three times as long.
-    call = (flat, gate_weight, up_weight, gate_bias, up_bias, able.activation, False)
-    found = linear_glu_operator.again(tuple.__new__(LinearGlu, call))
-    if found is None:
-        return None
-    out = linear(found[0], *down)
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], out.shape[1])
+    return self.__dict__["sparse_block"].again(x, _weights(self, layout, given=given), kept.found.activation)
 
 
 class _View:
@@ -412,12 +394,9 @@ def _weights(self: Any, layout: Layout, whole: bool = False, given: Any = None) 
 def _compute(self: Any, x: Tensor, layout: Layout, able: _Able, recompute: bool) -> Tensor:
     gate_weight, gate_bias, up_weight, up_bias, down_weight, down_bias = _weights(self, layout, whole=True)
     kept = self.__dict__.get(KEPT)
-    if not (torch.is_grad_enabled() or torch.compiler.is_compiling() or kept is None):
-        if layout.gate_scale or not linear_glu_path.gains(x, gate_weight, up_weight):
-            kept.settle(x, "dense")
-        elif able.reads_down and not (layout.down_scale or layout.dropout):
-            # `_again` computes these blocks alone.
-            kept.settle(x, "fused")
+    watched = torch.is_grad_enabled() or torch.compiler.is_compiling() or checks.capturing()
+    if not (watched or kept is None) and (layout.gate_scale or not linear_glu_path.gains(x, gate_weight, up_weight)):
+        kept.settle(x)
     scale = getattr(self, layout.gate_scale) if layout.gate_scale else None
     if scale is not None:
         # The kernel has no multiplier of the gate: x and the biases take it, and up gives it back.

@@ -19,12 +19,15 @@ from triton.language.extra.cuda import gdc_launch_dependents
 from gossamer._core import launch, tuning
 from gossamer.rowsparse._triton import overflow, pack
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
-from gossamer.rowsparse._triton.list_entries import list_slots, publish, sum_before
+from gossamer.rowsparse._triton.list_entries import list_slots, publish
 from gossamer.rowsparse._triton.matmul import matmul
 from gossamer.rowsparse.matmul_path import gather_tile
 from gossamer.rowsparse.records import Matmul
 from gossamer.sae.decode_path import one_launch
 from gossamer.sae.records import SaeDecode, SaeDecodeLists
+
+LOOK = tl.constexpr(64)
+"""Counts that a program reads at a time."""
 
 
 @triton.jit
@@ -37,8 +40,22 @@ def wait_for(ptr, epoch):
 
 
 @triton.jit
+def sum_before(counts_ptr, chunk, epoch):
+    """The entries of a row's chunks before `chunk`. A row has so few chunks that a program waits for each, and the look
+    of `list_entries` for a sum that another program has made would take as long as the scan."""
+    total = 0
+    for first in range(0, chunk, LOOK):
+        at = first + tl.arange(0, LOOK)
+        words = tl.load(counts_ptr + at, mask=at < chunk, other=0, volatile=True)
+        while tl.sum(((at < chunk) & ((words >> 32) != epoch)).to(tl.int32), axis=0) > 0:
+            words = tl.load(counts_ptr + at, mask=at < chunk, other=0, volatile=True)
+        total += tl.sum(words.to(tl.int32), axis=0)
+    return total
+
+
+@triton.jit
 def scan(
-    x_ptr, slots_ptr, counts_ptr, count_ptr, epoch, chunk, chunks, N, capacity,
+    x_ptr, slots_ptr, counts_ptr, spans_ptr, epoch, chunk, chunks, M, N, capacity,
     BLOCK: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row into the row's slots; all pointers are the row's. Its last count is that of the row."""
@@ -49,10 +66,11 @@ def scan(
     tag = epoch.to(tl.int64) << 32
     publish(counts_ptr + chunk, epoch, count.to(tl.int64))
     if (count > 0) | (chunk == chunks - 1):
-        base = sum_before(counts_ptr, 0, chunk, epoch).to(tl.int32)
+        base = sum_before(counts_ptr, chunk, epoch)
         if chunk == chunks - 1:
             publish(counts_ptr + chunks, epoch, (base + count).to(tl.int64))
-            tl.store(count_ptr, (base + count).to(tl.int64))
+            tl.store(spans_ptr, tl.zeros([], tl.int64))
+            tl.store(spans_ptr + M, (base + count).to(tl.int64))
         if base < capacity:
             slot = base + tl.cumsum(counts, axis=0) - counts
             while tl.max(bits, axis=0) > 0:
@@ -106,10 +124,8 @@ def _decode_fwd_kernel(
     x_ptr += row * stride_xm
     if pid < scanning:
         scan(
-            x_ptr, slots_ptr, counts_ptr, spans_ptr + M + row, epoch, pid % chunks, chunks, N, capacity,
-            BLOCK, VEC,
+            x_ptr, slots_ptr, counts_ptr, spans_ptr + row, epoch, pid % chunks, chunks, M, N, capacity, BLOCK, VEC,
         )  # fmt: skip
-        tl.store(spans_ptr + row, tl.zeros([], tl.int64))
     else:
         columns = ((pid - scanning) % slices) * BLOCK_D + tl.arange(0, BLOCK_D)
         inside = columns < D
