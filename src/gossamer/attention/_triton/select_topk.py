@@ -22,7 +22,6 @@ words is about columns, and a word is written for each key, without the queries 
 Whatever the slab, a row's result depends on that row alone.
 """
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -38,6 +37,7 @@ from gossamer.attention import levels
 from gossamer.attention._triton import candidates
 from gossamer.attention._triton._indexer import (
     activated,
+    approximate_tanh,
     in_units,
     load_bias,
     load_gates,
@@ -77,10 +77,7 @@ def folded(total, ACTIVATION: tl.constexpr):
 @triton.jit
 def unfolded(x, ACTIVATION: tl.constexpr):
     """The activation of x, or tanh where `folded` has taken it for the sigmoid."""
-    if ACTIVATION == "tanh":
-        return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
-    else:
-        return activated(x, ACTIVATION)
+    return approximate_tanh(x) if ACTIVATION == "tanh" else activated(x, ACTIVATION)
 
 
 @triton.jit
@@ -278,15 +275,8 @@ def _take_kernel(
         tl.store(words_ptr + block * Tk + key, word, mask=key < Tk)
 
 
-@dataclass(frozen=True)
-class Take:
-    """Columns of a program of `_take_kernel`, eight to a thread, and rows that it asks for at a time, of 16."""
-
-    columns: int = 256
-    together: int = 4
-
-
-TAKE = Take()
+TAKE, TAKE_ROWS = 256, 4
+"""Columns of a program of `_take_kernel`, eight to a thread, and rows that it asks for at a time, of 16."""
 
 
 class Slab(NamedTuple):
@@ -427,10 +417,10 @@ class _Call:
     def take(self, slab: Slab, keys: Tensor | None, flags: Tensor | None = None) -> None:
         _, window, sinks = self.rule
         args = (self.words, keys, self.lengths, self.threshold, self.last, flags, *self.sizes(slab), window, sinks)
-        meta = {"ROWS": self.unit, "BLOCK": TAKE.columns, "UNIT": self.granularity, "PACKED": self.packed}
-        meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE.together}
-        grid = (launch.cdiv(self.tk, TAKE.columns * self.granularity), slab.rows // self.unit, 1)
-        _take_kernel(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
+        meta = {"ROWS": self.unit, "BLOCK": TAKE, "UNIT": self.granularity, "PACKED": self.packed}
+        meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE_ROWS}
+        grid = (launch.cdiv(self.tk, TAKE * self.granularity), slab.rows // self.unit, 1)
+        _take_kernel(grid, args, meta, num_warps=TAKE // 256)
 
     def take_candidates(self, slabs: list[Slab], room: Tensor) -> Tensor:
         """Writes the words of slabs of long rows, but of blocks of 64 rows that it marks in int32 `[blocks]`. `room`,
