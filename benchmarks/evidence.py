@@ -57,7 +57,9 @@ def training(content: Content) -> list[list[str]]:
     lines = [["tokens, inputs a step", *ways]]
     for key in sorted({(run["length"], run["batch"]) for run in content["runs"]}):
         of = {run["way"]: run for run in content["runs"] if (run["length"], run["batch"]) == key}
-        cells = [f"{of[way]['peak_bytes'] / 2**30:.2f} GiB" for way in ways if way in of]
+        if len(of) < len(ways):
+            continue  # the run was stopped within this size
+        cells = [f"{of[way]['peak_bytes'] / 2**30:.2f} GiB" for way in ways]
         if key[1] > 1:
             cells = [f"{cell}, {of[way]['seconds']:.1f} s" for cell, way in zip(cells, ways)]
         lines.append([f"{key[0]:,}, {key[1]}", *cells])
@@ -260,7 +262,8 @@ DOCUMENTS: dict[str, tuple[Item, ...]] = {
             for part, name in zip("abcd", OPERATORS)
         ),
         Item("Figure 1, Triton's own kernels", said="Not made: Triton 3 no longer has them"),
-        Item("Tables 1 and 2", "python -m benchmarks.blocksparse.train", "blocksparse-train", rows=training),
+        Item("Tables 1 and 2", "python -m benchmarks.blocksparse.train", "blocksparse-train", rows=training,
+             said="only the memory at 8,192 tokens; the other sizes and the seconds were not run"),
     ),
     "Sparse decoding of JumpReLU autoencoders": (
         Item("Summary, full pipeline, more baselines", f"{BENCH} sae", "sae", rows=pipelines),
@@ -271,7 +274,8 @@ DOCUMENTS: dict[str, tuple[Item, ...]] = {
         Item("Memory overhead", f"{BENCH} sae", "sae", rows=memory),
     ),
     "Fused SwiGLU": (
-        Item("TFLOP/s of 8B, 70B and 405B; ratios", f"{BENCH} gemm --case 'llama*'", "gemm-llama", plots.gated, gated),
+        Item("TFLOP/s of 8B, 70B and 405B; ratios", f"{BENCH} gemm --case 'llama*'", "gemm-llama", plots.gated, gated,
+             said="405B at 65,536 tokens alone"),
         Item("Memory of 8B, 70B and 405B; KV cache", "python benchmarks/gemm/memory_linear_glu.py", "gemm-memory",
              plots.cache, said=", ".join(f"[{size}](../benchmarks/results/gemm-memory-nvidia-h200-llama-3-{size}.png)"
                                          for size in ("8b", "70b", "405b"))),
@@ -348,7 +352,9 @@ def _index(items: tuple[Item, ...]) -> list[list[str]]:
     rows = []
     for item in items:
         parts = ["figure"] * bool(item.draw) + ["table"] * bool(item.rows)
-        below = " and ".join(parts) if latest(item.stem) else "not measured yet" if parts else ""
+        below = " and ".join(parts)
+        if parts and not latest(item.stem):
+            below = "not measured yet, for want of time on a GPU"
         command = f"`{item.command}`" if item.command else ""
         rows.append([item.what, command, "; ".join(text for text in (below, item.said) if text)])
     return rows
@@ -365,15 +371,18 @@ def draw() -> None:
 
 
 def measure(patterns: list[str]) -> int:
-    """Runs the commands that match; the number of those that failed."""
-    found = (item.command for items in DOCUMENTS.values() for item in items if item.stem)
+    """Runs the commands that match; the number of those that failed, or 1 where none matches."""
+    found = dict.fromkeys(item.command for items in DOCUMENTS.values() for item in items if item.stem)
+    known = [command for command in found if " corpus " not in command]
+    chosen = [c for c in known if any(fnmatchcase(c, pattern) for pattern in patterns or ["*"])]
+    if not chosen:
+        print(f"--measure must match one of these commands, got {', '.join(patterns)}:", *known, sep="\n  ")
     failed = 0
-    for command in dict.fromkeys(found):
-        if " corpus " not in command and any(fnmatchcase(command, pattern) for pattern in patterns or ["*"]):
-            print(f"$ {command}", flush=True)
-            _, *words = shlex.split(command)
-            failed += subprocess.run([sys.executable, *words], cwd=ROOT).returncode != 0
-    return failed
+    for command in chosen:
+        print(f"$ {command}", flush=True)
+        _, *words = shlex.split(command)
+        failed += subprocess.run([sys.executable, *words], cwd=ROOT).returncode != 0
+    return failed + (not chosen)
 
 
 def main(arguments: list[str]) -> int:

@@ -427,7 +427,8 @@ def dictionaries() -> list[str]:
 
 
 MODULES = {"jumprelu": "JumpReLUSAE", "batchtopk": "BatchTopKSAE", "topk": "TopKSAE"}
-MODULES |= {"matryoshka": "MatryoshkaSAE", "gated": "GatedSAE", "standard": "StandardSAE"}
+MODULES |= {"matryoshka": "MatryoshkaSAE", "matryoshka-batchtopk": "MatryoshkaBatchTopKSAE"}
+MODULES |= {"gated": "GatedSAE", "standard": "StandardSAE"}
 
 
 def stream() -> list[str]:

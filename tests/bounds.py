@@ -4,11 +4,14 @@ The interpreter reads and writes raw host memory, where an address beyond an all
 faults there, or only where the neighbouring page belongs to nobody.
 """
 
+import inspect
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
+from triton.language.core import is_builtin
 from triton.runtime import interpreter
 
 
@@ -63,7 +66,27 @@ def _tensors(arg: Any) -> Iterator[torch.Tensor]:
 
 
 def install() -> None:
-    """From now on every launch in the interpreter is checked."""
+    """From now on every launch in the interpreter is checked, and takes a third of the time."""
+    builder = interpreter.interpreter_builder
+    # The interpreter computes each sum of integers once more in int64, and raises nothing without `debug`.
+    builder.options = replace(builder.options, sanitize_overflow=False)
+    kinds, find = {}, interpreter._get_np_dtype
+
+    def np_dtype(kind: Any) -> np.dtype[Any]:
+        if kind.scalar.name not in kinds:
+            kinds[kind.scalar.name] = find(kind)
+        return kinds[kind.scalar.name]
+
+    names: dict[Any, list[str]] = {}
+
+    def patch_builtin(package: Any, *rest: Any) -> None:
+        if package not in names:
+            names[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+        for name in names[package]:
+            if is_builtin(member := getattr(package, name)):
+                interpreter._patch_attr(package, name, member, *rest)
+
+    interpreter._get_np_dtype, interpreter._patch_builtin = np_dtype, patch_builtin
     bounds = interpreter._interpreter = Bounds(interpreter._interpreter)
     prepare = interpreter.GridExecutor._init_args_hst
 

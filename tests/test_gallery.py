@@ -13,6 +13,8 @@ SCRIPTS = sorted(GALLERY.glob("*.py"))
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.stem)
 def test_a_script_draws_its_picture(script: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     matplotlib = pytest.importorskip("matplotlib")
+    if script.stem == "train_sparse":
+        pytest.importorskip("tokenizers")
     from matplotlib import pyplot
 
     source = script.read_text(encoding="utf-8")
@@ -26,5 +28,5 @@ def test_a_script_draws_its_picture(script: Path, tmp_path: Path, monkeypatch: p
 
 
 def test_each_system_has_one() -> None:
-    systems = {"autoencoders", "feed_forward", "gated_mlp", "block_sparse", "gated_attention"}
+    systems = {"autoencoders", "feed_forward", "gated_mlp", "block_sparse", "gated_attention", "train_sparse"}
     assert {script.stem for script in SCRIPTS} == systems

@@ -158,3 +158,23 @@ def test_neighbours_share_entries(counts: int | list[int]) -> None:
             for j in range(i):
                 both = int((group[i] & group[j]).sum())
                 assert min(alike[i], alike[j]) <= both < min(alike[i], alike[j]) + 4
+
+
+@pytest.mark.parametrize("layer, n, shared", [(26, 2048, 2.8), (39, 5632, 1.8), (57, 5632, 2.3)])
+def test_rows_of_a_trained_layer(layer: int, n: int, shared: float) -> None:
+    """Hot neurons, heavy rows, and neighbours that share; the tokens come again after 1,024."""
+    options = {"layer": layer, "dtype": torch.bfloat16}
+    x = testing.trained_rows((2, 1024, n), generator=torch.Generator().manual_seed(0), **options)
+    held = x[0] != 0
+    assert torch.equal(held, x[1] != 0) and x.dtype is torch.bfloat16 and float(x[x != 0].min()) >= 0.1
+    counts, fired = held.sum(1).double(), held.sum(0).sort(descending=True).values.double()
+    assert abs(counts.mean() - layer) < 0.5 and counts.quantile(0.99) > 2.9 * counts.mean()
+    assert fired[: n // 8].sum() > 0.67 * fired.sum() and 0.29 < (fired == 0).double().mean() < 0.44
+    groups = held.view(-1, 32, n)
+    assert abs(float(groups.sum() / groups.any(1).sum()) - shared) < 0.1
+    # Tiles of 256 neighbouring neurons have alike shares of the entries.
+    assert held.view(1024, -1, 256).sum((0, 2)).max() < 4 * held.sum() * 256 / n
+    with pytest.raises(ValueError, match="layer must be one of 26, 39 and 57, got 40"):
+        testing.trained_rows((8, n), layer=40)
+    with pytest.raises(ValueError, match=f"end with the {n} neurons, got"):
+        testing.trained_rows((8, 100), **options)

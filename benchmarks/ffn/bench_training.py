@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -16,15 +14,13 @@ from benchmarks.engine.timing import matmul_precision
 from benchmarks.ffn.bench_block import GROUP, PLAIN, K, N, counts, dense_inputs
 from benchmarks.inputs import inputs_for
 from gossamer import gemm, nn
-from gossamer.testing import random_rows
+from gossamer.testing import random_rows, trained_rows
 
 SETTLING = 12
 """Calls after which a block knows how sparse it is, and whether it has hot neurons."""
 TENTH = ", nearly all in 10%"
-TEXT = {"39, of a text": ("wide1", K), "57, of a text": ("wide2", K), "26, of a text": ("small", 768)}
-"""Entries as models have them, and K: the bits of 1,024 neighbouring tokens in two layers of a model with 204M
-parameters and in one of a model with 104M, which were trained with L1 (`benchmarks.train.compare`). More than half of
-the entries belong to an eighth of the neurons."""
+TEXT = {"39, of a text": (K, N), "57, of a text": (K, N), "26, of a text": (768, 2048)}
+"""K and N of the layers of `testing.trained_rows`."""
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -33,8 +29,8 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
         for gated in (True, False):
             yield training(gated, 64, 8, 0.0, (96, 256), torch.float32)
         return
-    for nnz, (_, k) in TEXT.items():
-        yield training(True, 16384, nnz, 0.0, (k, 8 * stored(nnz).shape[1]), torch.bfloat16)
+    for nnz, sizes in TEXT.items():
+        yield training(True, 16384, nnz, 0.0, sizes, torch.bfloat16)
     for nnz in (60, 29):
         yield training(True, 16384, nnz, 0.0, (K, N), torch.bfloat16)
     for nnz in (29, 100):
@@ -44,17 +40,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
     for nnz in (f"29{TENTH}", "40, 440 in 15%", 900, 100, 300):
         yield training(True, 16384, nnz, 0.0, (K, N), torch.bfloat16)
     yield training(False, 16384, 100, 0.0, (K, PLAIN), torch.bfloat16)
-
-
-def stored(nnz: str) -> np.ndarray:
-    """`[1024, N / 8]`: the bits of a layer's tokens."""
-    return np.load(Path(__file__).with_name("text.npz"))[TEXT[nnz][0]]
-
-
-def text(nnz: str, M: int, device: torch.device) -> Tensor:
-    """`[M, N]`: the entries of a layer's tokens, again and again."""
-    bits = np.unpackbits(stored(nnz), axis=1)
-    return torch.from_numpy(bits).to(device, torch.float32)[torch.arange(M, device=device) % len(bits)]
 
 
 def error_of_tensors(got: tuple[Tensor, ...], want: tuple[Tensor, ...]) -> float:
@@ -88,7 +73,10 @@ def training(gated: bool, M: int, nnz: int | str, shared: float, sizes: tuple[in
             x[::10, 0] = 16
         else:
             options = {"dtype": dtype, "device": device, "generator": generator, "group": GROUP, "shared": shared}
-            rows = text(str(nnz), M, device) if nnz in TEXT else random_rows((M, n), l0=counts(M, nnz), **options)
+            if nnz in TEXT:
+                rows = trained_rows((M, n), layer=int(str(nnz)[:2]), device=device).sign()
+            else:
+                rows = random_rows((M, n), l0=counts(M, nnz), **options)
             with matmul_precision("high"):
                 x, active.bias.data = inputs_for(rows, active.weight.data, steps=20)
         grad = random_matrix(M, k, dtype, device, generator)

@@ -211,10 +211,11 @@ def main() -> None:
         shlex.join(["python", "-m", "benchmarks.train.step", *sys.argv[1:]]), Path(__file__).parents[2], device
     )
     changes = {"micro_batch": given.micro_batch, "batch": given.micro_batch} if given.micro_batch else {}
-    config = preset(
-        given.preset, gated=not given.plain, compile=True, dtype="bfloat16" if device.type == "cuda" else "float32",
-        **changes,
-    )  # fmt: skip
+    try:
+        dtype = "bfloat16" if device.type == "cuda" else "float32"
+        config = preset(given.preset, gated=not given.plain, compile=True, dtype=dtype, **changes)
+    except ValueError as error:
+        parser.error(str(error))
     # A layer that is not compiled any more would be measured as one that is.
     torch._dynamo.config.fail_on_recompile_limit_hit = True  # type: ignore[attr-defined]
     model = made(config, device)

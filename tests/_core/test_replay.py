@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("triton")
 
 from gossamer import attention as attend
-from gossamer import blocksparse, gemm, sae
+from gossamer import blocksparse, gemm, rowsparse, sae
 from gossamer._core import launch, replay
 from gossamer._core.operator import OPERATORS, forget
 
@@ -262,6 +262,32 @@ def test_descriptors_hold_nothing(device: torch.device) -> None:
     del q, k, v, out
     gc.collect()
     assert not any(x() is not None for x in alive)
+
+
+def test_products_of_the_library(
+    device: torch.device, stopped: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a bias of another dtype, and of rows that are unpacked for them."""
+    from gossamer.rowsparse._triton import matmul as product
+
+    monkeypatch.setattr(product, "choose_path", lambda *_: "dense")
+    generator = torch.Generator(device).manual_seed(0)
+    draw = lambda *size: torch.randn(*size, device=device, generator=generator)  # noqa: E731
+    gate, up, bias, weight = draw(40, 32).half(), draw(40, 32).half(), draw(40), draw(32, 48).half()
+    inputs = [draw(70, 32).half() for _ in range(4)]
+    calls = (
+        lambda x: gemm.linear_glu(x, gate, up, gate_bias=bias),
+        lambda x: rowsparse.matmul(rowsparse.pack(x * (x > 1), capacity=32), weight),
+    )
+    with torch.no_grad():
+        wanted = [[call(x) for x in inputs] for call in calls]
+        forget()
+        for call in calls:
+            for x in inputs[:2]:
+                call(x)
+        stopped()
+        for call, results in zip(calls, wanted):
+            assert all(torch.equal(call(x), result) for x, result in zip(inputs[2:], results[2:]))
 
 
 def test_a_refused_launcher_and_a_failing_one(device: torch.device) -> None:

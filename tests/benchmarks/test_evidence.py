@@ -123,3 +123,5 @@ def test_commands_are_run_once_and_failures_end_with_1(monkeypatch: pytest.Monke
     assert evidence.measure(["*blocksparse*"]) == len(ran) == 5
     assert [words[1:] for words in ran][-1] == ["-m", "benchmarks.blocksparse.train"]
     assert not any("corpus" in words for words in ran)
+    ran.clear()
+    assert evidence.measure(["nothing"]) == 1 and not ran

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, repeat
@@ -25,6 +26,27 @@ def random_layout(
     generator = torch.Generator(device).manual_seed(seed)
     mask = torch.rand(shape, device=device, generator=generator) < density
     return Layout.from_mask(mask, block, size=size, capacity=mask.numel() + 2)
+
+
+def drawn(data: st.DataObject) -> tuple[Block, tuple[int, ...], tuple[int, int], float, torch.device]:
+    """Block, leading dimensions, size and density of a property test, and where it runs."""
+    block = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 64)]))
+    lead = data.draw(st.lists(st.integers(0, 3), max_size=2).map(tuple))
+    size = data.draw(st.tuples(st.integers(0, 130), st.integers(0, 130)))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return block, lead, size, data.draw(st.sampled_from([0.0, 0.5, 1.0])), device
+
+
+def draw_two(data: st.DataObject) -> tuple[Layout, Layout, int]:
+    """Two layouts that agree but for the dimension whose number is third, as of a matrix and its index."""
+    block, lead, size, density, device = drawn(data)
+    dims = len(lead) + 2
+    dim = data.draw(st.integers(-dims, dims - 1))
+    shape = [*lead, *size]
+    shape[dim] = data.draw(st.integers(0, 3 if dim % dims < len(lead) else 130))
+    layout = random_layout(lead, size, block, device, density=density)
+    other = random_layout(tuple(shape[:-2]), (shape[-2], shape[-1]), block, device, seed=1, density=density)
+    return layout, other, dim
 
 
 def elements(layout: Layout) -> Tensor:

@@ -64,10 +64,11 @@ def test_one_seed(device: torch.device) -> None:
     def run(seed: Any) -> Tensor:
         return attention(q, k, v, layout, dropout=0.5, seed=seed)
 
-    assert torch.equal(run(7), run(torch.tensor(7, device=device))) and not torch.equal(run(7), run(8))
+    out = run(7)
+    assert torch.equal(out, run(torch.tensor(7, device=device))) and not torch.equal(out, run(8))
     kept = dropout_mask(0.5, 7, (2, 2, 32, 2048), device)
     wanted = dense(q, k, v, elements(layout, 2, 2), None, kept, 0.5, 0.25)
-    torch.testing.assert_close(run(7), wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(out, wanted, rtol=1e-4, atol=1e-5)
     # Of each 2^31 weights one is kept, and the factor of that one is finite.
     assert bool(attention(q, k, v, layout, dropout=1 - 1e-12, seed=7).isfinite().all())
     kept = dropout_mask(0.9999, 7, (2, 2, 32, 2048), device)

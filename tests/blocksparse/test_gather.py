@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, layout_of_indices
 from gossamer.testing import assert_close
-from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
+from tests.blocksparse.blocks import dense_index, draw_two, elements, native, random_blocks, random_index, random_layout
 
 # leading dimensions, size and block of input; dim; leading dimensions and size of index
 CASES = [
@@ -91,17 +91,7 @@ def test_integers(kind: torch.dtype, device: torch.device) -> None:
 @given(data=st.data())
 def test_property(data: st.DataObject) -> None:
     """Any shape, block, density and dimension."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    block = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 64)]))
-    lead = data.draw(st.lists(st.integers(0, 3), max_size=2).map(tuple))
-    size = data.draw(st.tuples(st.integers(0, 130), st.integers(0, 130)))
-    dims = len(lead) + 2
-    dim = data.draw(st.integers(-dims, dims - 1))
-    shape = [*lead, *size]
-    shape[dim] = data.draw(st.integers(0, 3 if dim % dims < len(lead) else 130))
-    density = data.draw(st.sampled_from([0.0, 0.5, 1.0]))
-    layout = random_layout(lead, size, block, device, density=density)
-    other = random_layout(tuple(shape[:-2]), (shape[-2], shape[-1]), block, device, seed=1, density=density)
+    layout, other, dim = draw_two(data)
     x = random_blocks(layout, torch.float32)
     index = random_index(other, x.shape[dim])
     out = gather(from_dense(x, layout), dim, index)

@@ -21,7 +21,7 @@ from gossamer.blocksparse import (
     split,
     stack,
 )
-from tests.blocksparse.blocks import elements, native, random_blocks, random_layout, repeat_interleave
+from tests.blocksparse.blocks import drawn, elements, native, random_blocks, random_layout, repeat_interleave
 
 # Whole blocks, and cut ones.
 SIZES = [(32, 64), (20, 40)]
@@ -200,12 +200,9 @@ def test_integers(kind: torch.dtype, device: torch.device) -> None:
 @given(data=st.data())
 def test_property(data: st.DataObject) -> None:
     """Any shape, block and dimension: pieces, joined again, are what they were; and repeats are repeats."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    block = data.draw(st.sampled_from([(16, 16), (32, 16), (16, 64)]))
-    lead = data.draw(st.lists(st.integers(0, 3), max_size=2).map(tuple))
-    size = data.draw(st.tuples(st.integers(0, 130), st.integers(0, 130)))
+    block, lead, size, density, device = drawn(data)
     dim = data.draw(st.integers(0, len(lead) + 1))
-    layout = random_layout(lead, size, block, device, density=data.draw(st.sampled_from([0.0, 0.5, 1.0])))
+    layout = random_layout(lead, size, block, device, density=density)
     x = random_blocks(layout, torch.float32)
     blocks = from_dense(x, layout)
     at = data.draw(st.integers(0, x.shape[dim]))

@@ -12,7 +12,7 @@ from torch import Tensor
 from gossamer import gemm, sae
 from gossamer.rowsparse import Rows, pack
 from gossamer.sae.encode_path import RANKED
-from gossamer.sae.sharded import COMPILES, add_parts
+from gossamer.sae.sharded import add_parts
 from gossamer.testing import assert_close, assert_exact
 from tests.sae.dense import encode_with_l0, valued
 
@@ -354,8 +354,8 @@ def case_compile(
     rank: int, world: int, device: torch.device, kinds: tuple[str, ...] = ("jumprelu", "topk", "batchtopk")
 ) -> None:
     """In one graph."""
-    if world > 2 or not COMPILES:
-        return  # the same graphs again, and to trace them takes time; or what older versions refuse
+    if world > 2:
+        return  # the same graphs again, and to trace them takes time
     x, W = torch.randn(6, 8, device=device), torch.randn(8, 15 * world, device=device)
     mine = W[:, 15 * rank : 15 * rank + 15].clone().requires_grad_()
     threshold = torch.full((15,), 0.3, device=device, requires_grad=True)

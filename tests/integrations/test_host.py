@@ -63,7 +63,7 @@ def test_a_patched_block_runs_few_functions_more(kind: str, sparse: bool) -> Non
 
 
 @pytest.mark.native
-@pytest.mark.parametrize("rows, calls", [(1, 1), (16, 1), (17, 8)])
+@pytest.mark.parametrize("rows, calls", [(1, 1), (512, 1), (513, 8)])
 def test_few_rows_are_seldom_counted(rows: int, calls: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that counts takes the host as long as several others; few rows wait for it."""
     from gossamer import nn as gossamer_nn

@@ -232,6 +232,17 @@ def given(model: Any, x: Tensor) -> tuple[Tensor, ...]:
     return (x, targets(x)) if hasattr(model, "W_skip") else (x,)
 
 
+def compare_compiled(model: Any, x: Tensor, compiled: Any) -> nn.SAELoss:
+    """The loss in compiled code, which is that of a copy outside of it, as are gradients and counts."""
+    eager = copy.deepcopy(model)
+    want = eager.loss(*given(model, x))
+    got: nn.SAELoss = compiled(lambda *operands: model.loss(*operands))(*given(model, x))
+    torch.testing.assert_close(got.loss, want.loss)
+    torch.testing.assert_close(gradients(got, model), gradients(want, eager))
+    assert torch.equal(model.steps_since_fired, eager.steps_since_fired)
+    return got
+
+
 @torch.no_grad()
 def kill(model: Any, x: Tensor, count: int) -> None:
     """Lets `count` latents be dead, for different times: their biases are lowered until x does not make them fire."""

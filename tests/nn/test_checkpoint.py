@@ -2,6 +2,7 @@
 
 import errno
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,24 @@ def test_dtype_of_the_reader(device: torch.device, tmp_path: Path) -> None:
     nn.save_sae(make("jumprelu", device), tmp_path)
     model = nn.load_sae(tmp_path, device=device, dtype=torch.bfloat16)
     assert model.W_enc.dtype is torch.bfloat16 and model.b_enc.dtype is torch.float32
+
+
+@pytest.mark.parametrize(
+    "make", [nn.TopKSAE, nn.MatryoshkaSAE, partial(nn.Transcoder, D_IN), partial(nn.Transcoder, D_IN, skip=True)]
+)
+def test_sparsify_itself(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the files, computes the same, and writes what is read here."""
+    monkeypatch.setenv("SPARSIFY_DISABLE_TRITON", "1")
+    library = pytest.importorskip("sparsify.sparse_coder").SparseCoder
+    torch.manual_seed(0)
+    model = make(D_IN, D_SAE, K)
+    for parameter in model.parameters():
+        parameter.data += 0.2 * torch.randn_like(parameter)
+    nn.save_sae(model, tmp_path / "ours", layout="sparsify")
+    x, theirs = torch.randn(40, D_IN), library.load_from_disk(tmp_path / "ours", device="cpu")
+    torch.testing.assert_close(theirs(x).sae_out, model(x), rtol=1e-4, atol=1e-5)
+    theirs.save_to_disk(tmp_path / "theirs")
+    assert torch.equal(nn.load_sae(tmp_path / "theirs")(x), model(x))
 
 
 def test_sparsify(device: torch.device, tmp_path: Path) -> None:

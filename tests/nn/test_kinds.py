@@ -94,14 +94,7 @@ def test_autocast_and_bfloat16(kind: str, device: torch.device, generator: torch
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_compile(kind: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
-    x = dense.sample(40, generator)
-    model = make(kind, device)
-    eager = copy.deepcopy(model)
-    want = eager.loss(x)
-    got = compiled(lambda x: model.loss(x))(x)
-    torch.testing.assert_close(got.loss, want.loss)
-    torch.testing.assert_close(dense.gradients(got, model), dense.gradients(want, eager))
-    assert torch.equal(model.steps_since_fired, eager.steps_since_fired)
+    dense.compare_compiled(make(kind, device), dense.sample(40, generator), compiled)
 
 
 @pytest.mark.gpu
@@ -197,6 +190,8 @@ def test_gates_are_thresholds(device: torch.device, generator: torch.Generator) 
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 4, 8)), ValueError, r"widths must ascend and end with d_sae = 8"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=()), ValueError, r"widths must ascend and end with .* got \(\)"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(0, 8)), ValueError, "widths must be at least 1, got 0"),
+        (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=8), TypeError, r"MatryoshkaSAE: widths must be a list .*, got int"),
+        (lambda: nn.MatryoshkaSAE(4, 8, 2, inner_weights=1), TypeError, "inner_weights must be a list .*, got int"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(0.5, 8)), TypeError, "widths must be an int, got float"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 8), inner_weights=(1, 1)), ValueError, "2 widths .* got 2"),
         (lambda: nn.MatryoshkaSAE(4, 8, 2, widths=(4, 8), inner_weights=(-1,)), ValueError, "at least 0 .* got -1"),

@@ -57,6 +57,24 @@ def test_configurations_of_the_seed(
     assert_close(out, reference64=reference, plain=plain)
 
 
+@pytest.mark.kernels
+def test_more_chunks_than_a_program_reads_at_a_time(
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries in the first, in some and in the last of 150 chunks of a row, and a row without any."""
+    from gossamer.sae._triton import decode as kernels
+
+    scan = kernels.pack.scan_tile
+    monkeypatch.setattr(kernels.pack, "scan_tile", lambda n, size, groups: scan(n, size, 32))
+    chunk = 32 * 16 // dtype.itemsize
+    acts = torch.zeros(3, 150 * chunk - 5, dtype=dtype, device=device)
+    columns = torch.tensor([0, 1, 63 * chunk, 64 * chunk, 65 * chunk + 3, 129 * chunk, 150 * chunk - 6], device=device)
+    acts[0, columns], acts[2, columns[1:4]] = 2, 3
+    W = torch.randn(acts.shape[1], 24, device=device, generator=generator).to(dtype)
+    with torch.no_grad():
+        assert_close(decode(acts, W, capacity=20), reference64=acts.double() @ W.double(), plain=acts @ W)
+
+
 @given(data=st.data())
 def test_any_shape(data: st.DataObject, dtype: torch.dtype, device: torch.device) -> None:
     """Small integers, which no dtype rounds."""

@@ -20,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from demo.model import ByteModel, ModelConfig
 from gossamer import nn
 from gossamer.extract.source import Source
 from gossamer.train import SAEConfig, SAERun, checkpoint, evaluate_sae
@@ -54,6 +55,15 @@ def files(folder: Path) -> dict[str, bytes]:
     found = {str(f.relative_to(folder)): f.read_bytes() for f in folder.glob("*=*/*")}
     tensors = load_file(checkpoint.found(folder / "checkpoints")[-1][1])
     return found | {name: tensor.float().numpy().tobytes() for name, tensor in tensors.items()}
+
+
+def stream() -> Tensor:
+    """The residual stream of the demo's byte model, with its first weights, on the README."""
+    torch.manual_seed(0)
+    model, text = ByteModel(ModelConfig()), bytearray((ROOT / "README.md").read_bytes())
+    tokens = torch.frombuffer(text, dtype=torch.uint8).long().split(model.config.context)[:-1]
+    with torch.no_grad():
+        return model.residual(torch.stack(tokens[:32])).flatten(0, 1)
 
 
 def run(config: SAEConfig, source: Any, folder: Path, **options: Any) -> SAERun:
@@ -93,8 +103,8 @@ from pathlib import Path
 import torch
 torch.set_num_threads(1)
 from gossamer.train import SAEConfig, SAERun
-from tests.train.test_sae import rows
-run = SAERun(SAEConfig(**eval(sys.argv[1])), rows(), Path(sys.argv[2]), checkpoint_every=5, log_every=5)
+from tests.train.test_sae import stream
+run = SAERun(SAEConfig(**eval(sys.argv[1])), stream(), Path(sys.argv[2]), checkpoint_every=5, log_every=5)
 print("began", flush=True)
 run.train()
 """
@@ -257,7 +267,7 @@ def test_other_settings_and_sources_are_refused(tmp_path: Path) -> None:
         ({"buffer": 70}, "buffer must be a multiple of batch = 16, got 70"),
         ({"sweep": {"l0": []}}, "sweep must have a list of values for each name"),
         ({"sweep": {"l0": [2, 2]}}, "sweep must name each value once"),
-        ({"options": {"widht": 3}}, "options must be arguments of nn.TopKSAE: .*widht"),
+        ({"options": {"widht": 3}}, "arguments of nn.TopKSAE: got an unexpected keyword argument 'widht'"),
         ({"options": {"k": 8}}, "options must not have k, which follows from l0. Give l0"),
         ({"sweep": {"target_l0": [4, 8]}}, "sweep must not have target_l0, which follows from l0. Give l0"),
         ({"options": {"seed": 8}}, "options must not have seed. Give it beside them"),

@@ -38,6 +38,7 @@ _WRITES: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: Tensor.copy_,
     _aten.zero_.default: Tensor.zero_,
     _aten.fill_.Scalar: Tensor.fill_,
+    _aten.add_.Tensor: Tensor.add_,
     _aten.mm.out: lambda a, b, out: torch.mm(a, b, out=out),
     _aten.addmm.out: lambda bias, a, b, out: torch.addmm(bias, a, b, out=out),
 }

@@ -131,9 +131,11 @@ def reached(lengths_ptr, batch, Tq, Tk):
 
 @triton.jit
 def meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG: tl.constexpr):
-    """Which queries may meet a key: not one that, below a diagonal, stands behind the keys of its sequence."""
+    """Which queries may meet a key: not one that, below a diagonal, stands in front of the first, or behind the keys of
+    its sequence."""
     meet = lines < Tq
     if CONFIG.causal:
+        meet = meet & (lines + shift >= 0)
         if lengths_ptr is not None:
             meet = meet & (lines + shift < limit)
     return meet

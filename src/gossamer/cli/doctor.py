@@ -98,8 +98,7 @@ def _self_check(device: torch.device, paths: Paths, console: Console) -> list[st
         done += 1
         path = " and ".join(sorted(kinds)) or "PyTorch"
         taken = paths.setdefault(check.name, {}).setdefault(str(device), {})
-        if check.variant != "dense":
-            taken.setdefault(path, check.variant)
+        taken.setdefault(path, check.variant)
         if not error <= check.budget:
             failures.append(f"{check} on {device}: differs from float64 by {error:.2g}, more than {check.budget:g}")
     console.print(f"{device}: {done} results compared in {time.monotonic() - start:.1f} s")

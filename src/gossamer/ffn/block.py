@@ -14,7 +14,7 @@ from gossamer._core import autocast, checks, tuning
 from gossamer._core.calls import Checked, key_of
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
-from gossamer.ffn.costs import FEW, MANY, Costs, Path, choose_path, costs_of, sample_step
+from gossamer.ffn.costs import MANY, WAITING, Costs, Path, choose_path, costs_of, sample_step
 from gossamer.ffn.records import SparseFfn
 from gossamer.ffn.sparse_ffn import sparse_ffn
 from gossamer.ffn.tracker import BlockTracker
@@ -128,7 +128,7 @@ def _inferred(operator: str, block: Block, found: Found, method: str, density: B
         tracker.rows.check_pinned(*METHODS[1:])
         # Nothing reads what a graph would record, and to look takes time.
         # Few rows wait for the host, and a call that is due takes it several times as long as the others.
-        every = 8 if m >= MANY else 32 if m > FEW else 256
+        every = 8 if m >= MANY else 32 if m > WAITING else 256
         recorded = not checks.capturing() and tracker.due(every)
         method = tracker.path(chosen, due=recorded, key=(m, cost))
         tracker.settle(block.x, method, every)
@@ -156,7 +156,8 @@ def activated(block: Block) -> Tensor:
     """The output of the activation, dense `[..., N]`."""
     z = linear(block.x, block.gate_weight, block.gate_bias)
     if block.threshold is not None:
-        return torch.where(z <= block.threshold.clamp(min=0), 0, z)
+        silent = z <= block.threshold.clamp(min=0)
+        return z.masked_fill(silent, 0) if torch.is_grad_enabled() else z.masked_fill_(silent, 0)
     # In place a product stays in the cache, and nothing is allocated; a tensor with a gradient is not overwritten.
     z = torch.relu(z) if torch.is_grad_enabled() else torch.relu_(z)
     return z.square() if block.activation == "relu2" else z

@@ -7,6 +7,7 @@ family of GPUs, and from nothing else. The more entries there are, the sooner a 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -25,12 +26,16 @@ PATHS: dict[Path, str] = {
     "dense": "all other blocks, and eager ones in which another path adds more time to the host than it saves the "
     "device: plain PyTorch",
 }
+TILE, SLOTS = 256, 16
+"""Columns of a tile of the packed gate, and slots that a row has for its entries."""
 SAMPLE = 256
 """Rows that are counted, at least, of a block that computes all of them."""
 MANY = 4096
 """Rows from which on counts are recorded more often, and programs are given fewer registers."""
 FEW = 16
 """Rows up to which the time goes into reading weights."""
+WAITING = 512
+"""Rows up to which an eager block waits for the host, which a call that counts takes several times as long."""
 
 
 class _Rates(NamedTuple):
@@ -44,8 +49,8 @@ class _Rates(NamedTuple):
 
 HOPPER = _Rates(770e12, 815e12, 660e12, 8.5e12)
 """H200, bfloat16, 16,384 rows of K = D = 2,048 and N = 5,632."""
-HEAVY = 1.7
-"""Times a row of the fused block that a heavy row takes, in Triton's tiles."""
+HEAVY, HEAVY_IEEE = 1.7, 8.0
+"""Times a row of the fused block that a heavy row takes, in Triton's tiles; in float32 without TF32."""
 START = 25e-6
 """Seconds of a sparse path's launches on the device, of more than FEW rows."""
 FILL = 512
@@ -67,9 +72,9 @@ ADDED = 30e-6
 class Costs:
     """Seconds of a row through the packed gate, of an entry that is gathered, of a row in dense tiles, of a row of the
     fused and of the dense block; to read the gate's weight, and a column of the other weights. Then the number of
-    columns; of products of the dense block; of elements in a LINE; whether W_down lies by rows, and whether rows of
-    weights can be gathered at speed; on the CPU, where the times do not count, the elements of a column of up and down.
-    """
+    columns; of products of the dense block; of elements in a LINE; whether W_down lies by rows, whether rows of weights
+    can be gathered at speed, and whether few rows can; on the CPU, where the times do not count, the elements of a
+    column of up and down."""
 
     gate: float
     entry: float
@@ -83,6 +88,7 @@ class Costs:
     line: int = LINE // 2
     by_rows: bool = False
     gathers: bool = True
+    few_gather: bool = True
     width: int = 0
 
     @property
@@ -97,7 +103,7 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     if INTERPRET or not x.is_cuda:
         return Costs(1.0, 8.0 / max(n, 1), 1.0, 1.0, 1.0, n=n, products=products, width=inner + d)
     rates, size = tuning.rates(x.get_device()), x.element_size()
-    half = size == 2
+    half, even = size == 2, (n | k | d) * size % 16 == 0
     if half and tuning.hopper(x.device):
         speed = HOPPER
     else:
@@ -108,7 +114,7 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
     return Costs(
         gate=2 * n * k / speed.packed,
         entry=entry / speed.gathered,
-        heavy=HEAVY * fused,
+        heavy=(HEAVY if half or tuning.tf32() else HEAVY_IEEE) * fused,
         fused=fused,
         dense=work / speed.dense,
         read=n * k * size / rates.copy,
@@ -116,7 +122,8 @@ def costs_of(n: int, k: int, d: int, gated: bool, x: Tensor) -> Costs:
         n=n,
         products=products,
         line=LINE // size,
-        gathers=not half or (n | k | d) % 8 == 0,
+        gathers=even or not half,
+        few_gather=even,
     )
 
 
@@ -127,7 +134,7 @@ def choose_path(known: Density | None, m: int, cost: Costs, eager: bool = False,
     if cost.width:
         return on_cpu(known, m, cost.n, cost.width)
     times = dense_seconds(m, cost)
-    if cost.gathers and (known is not None or m <= FEW):
+    if cost.few_gather if m <= FEW else cost.gathers and known is not None:
         light, over = (cost.n, 0.0) if known is None else (known.mean, known.over / max(known.rows, 1))
         if m > FEW and known is not None:
             light = known.light / max(known.rows, 1)
@@ -150,6 +157,7 @@ def sparse_seconds(m: int, cost: Costs, nnz: float, over: float = 0.0) -> float:
     """Seconds on the device of gathering nnz entries of each row, and of the share `over` of rows that are heavy; it
     grows with both."""
     if m > FEW:
+        over = min(1.0, over + overflowing(nnz, cost.n))
         return START + max(m * cost.gate, cost.read) + max(m, FILL) * nnz * cost.entry + m * over * cost.heavy
     union = min(cost.n, m * nnz)
     down = cost.n * cost.column / (cost.products - 1)
@@ -157,6 +165,12 @@ def sparse_seconds(m: int, cost: Costs, nnz: float, over: float = 0.0) -> float:
     # By rows, a line is read for whichever of its columns is wanted.
     lines = (1 - (1 - union / max(cost.n, 1)) ** cost.line) * down if cost.by_rows else 0.0
     return FEW_STARTS["gather"] + (SEVERAL if m > 1 else 0.0) + cost.read + listed + lines
+
+
+def overflowing(nnz: float, n: int) -> float:
+    """The share of rows with more entries in a tile than it has slots, and so heavy, if entries stand at random."""
+    mean = nnz * min(1.0, TILE / n) if n else 0.0
+    return max(1.0, n / TILE) * 0.5 * math.erfc((SLOTS + 0.5 - mean) / (2 * mean) ** 0.5) if mean else 0.0
 
 
 HOT_SHARE = 1 / 64

@@ -29,6 +29,9 @@ class Nested(Reviving):
     ) -> None:
         super().__init__(d_in, d_sae, k, **options)
         operator = f"nn.{type(self).__name__}"
+        for name, given in (("widths", widths), ("inner_weights", inner_weights)):
+            if not isinstance(given, Sequence | None):
+                raise TypeError(f"{operator}: {name} must be a list or a tuple, got {type(given).__name__}.")
         widths = sorted({max(d_sae // 4, 1), d_sae}) if widths is None else widths
         for width in widths:
             checks.positive(operator, "widths", width, "Each is a number of latents.")
@@ -96,7 +99,7 @@ class MatryoshkaSAE(Nested, TopKSAE):
     Raises:
         ValueError: widths that do not ascend from 1 or more to d_sae, another number of weights, a weight below 0, or
             as `TopKSAE`.
-        TypeError: a width that is no int, or as `TopKSAE`.
+        TypeError: a width that is no int, widths or weights that are no list or tuple, or as `TopKSAE`.
 
     Attributes:
         widths, inner_weights: tuples.

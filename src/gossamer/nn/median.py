@@ -4,12 +4,11 @@ import torch
 from torch import Tensor
 
 
-def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
+def geometric_median(x: Tensor) -> Tensor:
     """The point with the smallest sum of distances to the rows of x: a mean that outliers do not drag along.
 
     Args:
         x: `[M, D]`, float, M at least 1.
-        iterations: of Weiszfeld's algorithm.
 
     Returns:
         `[D]`, in float32 at least, without a host sync or a gradient.
@@ -30,7 +29,7 @@ def geometric_median(x: Tensor, iterations: int = 100) -> Tensor:
     mean = rows.mean(0)
     rows = rows - mean
     median = torch.zeros_like(mean)
-    for _ in range(iterations):
+    for _ in range(100):
         distances = torch.linalg.vector_norm(rows - median, dim=1)
         weights = torch.where(distances > 0, 1 / distances, 0)
         total = weights.sum()

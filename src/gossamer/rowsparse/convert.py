@@ -68,7 +68,7 @@ def _check_layout(operator: str, tensor: Tensor) -> None:
     """Raises where a tensor breaks the rules of its layout, at which PyTorch does not look by default."""
     if tensor.layout is torch.sparse_coo:
         indices = tensor._indices()
-        _check_range(operator, "indices", indices, torch.tensor(tensor.shape, device=indices.device)[:, None])
+        _check_range(operator, indices, torch.tensor(tensor.shape, device=indices.device)[:, None])
         return
     by_rows = tensor.layout in (torch.sparse_csr, torch.sparse_bsr)
     if by_rows:
@@ -83,12 +83,12 @@ def _check_layout(operator: str, tensor: Tensor) -> None:
         )
     block = tensor.values().shape[-2:] if tensor.layout in (torch.sparse_bsr, torch.sparse_bsc) else (1, 1)
     dim = -1 if by_rows else -2
-    _check_range(operator, "indices", indices, torch.tensor(tensor.shape[dim] // block[dim], device=indices.device))
+    _check_range(operator, indices, torch.tensor(tensor.shape[dim] // block[dim], device=indices.device))
 
 
-def _check_range(operator: str, name: str, indices: Tensor, sizes: Tensor) -> None:
+def _check_range(operator: str, indices: Tensor, sizes: Tensor) -> None:
     outside = (indices < 0) | (indices >= sizes)
     if bool(outside.any()):
         raise ValueError(
-            f"{operator}: {name} must lie in [0, size) of their dimension, got {int(indices[outside][0])}."
+            f"{operator}: indices must lie in [0, size) of their dimension, got {int(indices[outside][0])}."
         )

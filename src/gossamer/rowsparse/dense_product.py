@@ -25,6 +25,18 @@ def dense_product(x: Tensor, weight: Tensor, bias: Tensor | None, out_dtype: tor
     return (out if bias is None else out + bias).to(dtype)
 
 
+def multiply_into(out: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """out `[M, D]` = x `[M, N]` @ weight `[N, D]` + bias, without a gradient: a launcher is repeated only where the
+    library writes its product where it is told. With a bias of the dtype of x the sum is rounded once: near 0 it keeps
+    its sign, by which ReLU passes gradients."""
+    if bias is not None and bias.dtype is x.dtype:
+        torch.addmm(bias, x, weight, out=out)
+        return
+    torch.mm(x, weight, out=out)
+    if bias is not None:
+        out += bias
+
+
 def dense_seconds(m: int, n: int, d: int, size: int, tf32: bool, index: int, zeros: bool = False) -> float:
     """The time of x `[m, n]` @ weight `[n, d]` on CUDA device `index`, of elements of `size` bytes; with `zeros` x has
     hardly anything else, which draws less power, and a GPU at its limit is faster. On an H200 cuBLAS takes up to five

@@ -30,7 +30,6 @@ from gossamer.sae.decode import check_rest, decode_rows
 from gossamer.sae.encode import ACTIVATIONS, check_capacity, check_operands, encode_backward, run
 from gossamer.sae.records import SaeEncode
 
-COMPILES = tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 13)
 _DIGIT = 9  # bits a round of `_kth_key` settles; 63, of a float64, is a multiple of it
 
 
@@ -87,11 +86,6 @@ def decode_sharded(rows: Any, W_dec: Tensor, b_dec: Tensor | None, out_dtype: to
 
 def check_group(operator: str, group: Any) -> tuple[int, int]:
     """(rank, size) of this process in the group."""
-    if torch.compiler.is_compiling() and not COMPILES:
-        raise NotImplementedError(
-            f"{operator}: torch.compile of tensors that spread over processes needs PyTorch 2.13 or newer, "
-            f"got {torch.__version__}, whose gradients of it are wrong. Compile the parts around it."
-        )
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
             f"{operator}: group must be a process group, and torch.distributed is not initialised. Start with torchrun "

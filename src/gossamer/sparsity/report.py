@@ -259,17 +259,15 @@ def _time_blocks(model: nn.Module, blocks: dict[str, SparseBlock], batch: Batch)
     return measured
 
 
-def pairs(
-    first: Callable[[], Any], second: Callable[[], Any], device: torch.device, rounds: int = 15
-) -> tuple[tuple[float, float], ...]:
-    """Seconds of two calls, `rounds` times; waits for the device. The two are timed one right after the other, in turn
+def pairs(first: Callable[[], Any], second: Callable[[], Any], device: torch.device) -> tuple[tuple[float, float], ...]:
+    """Seconds of two calls, 15 times; waits for the device. The two are timed one right after the other, in turn
     the one and the other first, so that a load that comes and goes meets both."""
     calls, repeats = (first, second), []
     for call in calls:
         _timed(call, 1, device)
         repeats.append(max(1, min(64, round(LEAST / max(_timed(call, 1, device), 1e-7)))))
     taken = []
-    for number in range(rounds):
+    for number in range(15):
         times = {at: _timed(calls[at], repeats[at], device) for at in ((0, 1) if number % 2 == 0 else (1, 0))}
         taken.append((times[0], times[1]))
     return tuple(taken)

@@ -141,7 +141,8 @@ class SAEConfig(Settings):
                 torch.manual_seed(seed)
                 model = kind(d_in, d_sae, **given)
         except TypeError as error:
-            raise ValueError(f"{_OPERATOR}: options must be arguments of nn.{kind.__name__}: {error}.") from error
+            said = str(error).rpartition("__init__() ")[2]
+            raise ValueError(f"{_OPERATOR}: options must be arguments of nn.{kind.__name__}: {said}.") from error
         lr = 2e-4 * (16_384 / d_sae) ** 0.5 if lr is None else lr
         checks.number(_OPERATOR, "lr", lr, "2e-4 fits 16,384 latents.")
         return model, lr

@@ -165,25 +165,31 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
 
 
 @gluon.jit
-def idle_at(idle_ptr, order_ptr, rows_ptr, begin, step, steps, base, Tq, SPLIT: gl.constexpr, TILE: gl.constexpr):
-    """Whether one of the queries of the tile of `step` takes no key."""
-    at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT, TILE)
-    return gl.load(idle_ptr + at // TILE, mask=(step < steps) & (at < Tq), other=0) != 0
+def idle_at(
+    idle_ptr, tile, order_ptr, rows_ptr, begin, step, steps, base, Tq, SPLIT: gl.constexpr, TILE: gl.constexpr
+):  # fmt: skip
+    """Whether one of the queries of the tile of `step` takes no key; `tile` is the head's first."""
+    some = step < 0
+    if idle_ptr is not None:
+        at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT, TILE)
+        some = gl.load(idle_ptr + tile + at // TILE, mask=(step < steps) & (at < Tq), other=0) != 0
+    return some
 
 
 @gluon.jit
-def clear_idle(some, q_bufs, g_bufs, stats, g_ready, slot, phase):
+def clear_idle(idle_ptr, some, q_bufs, g_bufs, stats, g_ready, slot, phase):
     """Zeros in the rows of queries that take no key, if there are some. These rows may hold NaN, which weights of 0
     would keep."""
-    if some:
-        mbarrier.wait(g_ready.index(slot), phase)
-        rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-        taking = stats.index(slot).slice(0, 1).permute((1, 0)).load(rows) != float("inf")
-        q, grad = matrix(q_bufs, slot), matrix(g_bufs, slot)
-        q.store(gl.where(taking, q.load(rows), 0.0))
-        grad.store(gl.where(taking, grad.load(rows), 0.0))
-        fence_async_shared()
-        thread_barrier()
+    if idle_ptr is not None:
+        if some:
+            mbarrier.wait(g_ready.index(slot), phase)
+            rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
+            taking = stats.index(slot).slice(0, 1).permute((1, 0)).load(rows) != float("inf")
+            q, grad = matrix(q_bufs, slot), matrix(g_bufs, slot)
+            q.store(gl.where(taking, q.load(rows), 0.0))
+            grad.store(gl.where(taking, grad.load(rows), 0.0))
+            fence_async_shared()
+            thread_barrier()
 
 
 @launch.Kernel
@@ -226,7 +232,7 @@ def _attention_dkdv_kernel(
         head = key_head * GROUP + member
         lists = (offsets_ptr, order_ptr, rows_ptr)
         begin, blocks, base, lost = column_of(lists, first, limit, shift, batch, head, sizes, CONFIG)
-        idle = idle_ptr + (batch * H + head) * gl.cdiv(Tq, BLOCK)
+        tile = (batch * H + head) * gl.cdiv(Tq, BLOCK)
         steps = blocks * SPLIT_Q
         for i in gl.static_range(STAGES):
             start = row_at(order_ptr, rows_ptr, begin, i, steps, base, SPLIT_Q, BLOCK)
@@ -235,15 +241,15 @@ def _attention_dkdv_kernel(
             fetch(grad_desc, g_bufs, g_ready, place, batch, head, start, i < steps)
         dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
         # Told a step ahead, so that no copy is waited for longer.
-        some_idle = idle_at(idle, order_ptr, rows_ptr, begin, 0, steps, base, Tq, SPLIT_Q, BLOCK)
+        some_idle = idle_at(idle_ptr, tile, order_ptr, rows_ptr, begin, 0, steps, base, Tq, SPLIT_Q, BLOCK)
         for step in range(steps):
             slot = count % STAGES
             at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT_Q, BLOCK)
             ahead = row_at(order_ptr, rows_ptr, begin, step - 1 + STAGES, steps, base, SPLIT_Q, BLOCK)
             cut = cut_at(elements_ptr, gl.load(order_ptr + begin + step // SPLIT_Q))
-            next_idle = idle_at(idle, order_ptr, rows_ptr, begin, step + 1, steps, base, Tq, SPLIT_Q, BLOCK)
+            next_idle = idle_at(idle_ptr, tile, order_ptr, rows_ptr, begin, step + 1, steps, base, Tq, SPLIT_Q, BLOCK)
             mbarrier.wait(q_ready.index(slot), count // STAGES & 1)
-            clear_idle(some_idle, q_bufs, g_bufs, stats, g_ready, slot, count // STAGES & 1)
+            clear_idle(idle_ptr, some_idle, q_bufs, g_bufs, stats, g_ready, slot, count // STAGES & 1)
             s = warpgroup_mma(k, matrix(q_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
             dp = warpgroup_mma(v, matrix(g_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -286,8 +292,9 @@ taken over for D 128, where nothing was measured."""
 
 
 def launch_attention_bwd(
-    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, idle: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
-) -> tuple[Tensor, Tensor, Tensor]:
+    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, idle: Tensor | None, of_dq: Tile = TILE,
+    of_dkdv: Tile = TILE,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v; `grad` has contiguous rows."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
     q, grad = readable(call.q), readable(grad)
@@ -298,6 +305,8 @@ def launch_attention_bwd(
     padded, sizes = stats.shape[-1], (p.b, p.h, p.group, p.tq, p.tk, lists.form.capacity)
     stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
+    if lists.elements is None and lengths is None and not (p.causal and p.tq > p.tk):
+        idle = None  # each query of a listed block takes a key
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
     args = (*inputs, dk_desc, dv_desc, stats_desc, idle, offsets, *listed, *masks, *sizes, scale)

@@ -83,13 +83,17 @@ def _attention_stats_kernel(
 
 
 @triton.jit
-def load_stats(stats_ptr, pair, lines, exists, Tq, ROWS: tl.constexpr):
+def load_stats(stats_ptr, pair, lines, exists, elements_ptr, Tq, CONFIG: tl.constexpr, ROWS: tl.constexpr):
     """(log-sum-exp in base 2, row sum, whether they take a key) of queries. The rows of one that takes none may hold
     NaN, which weights of 0 would keep."""
     padded = tl.cdiv(Tq, ROWS) * ROWS
     stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
     lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
-    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0), lse != float("inf")
+    delta = tl.load(stats_ptr + padded, mask=exists, other=0.0)
+    # The rows would wait for that: only what may leave a query without keys is asked.
+    if CONFIG.bias != "none" or elements_ptr is not None:
+        exists = lse != float("inf")
+    return lse, delta, exists
 
 
 @triton.jit
@@ -134,7 +138,7 @@ def _attention_dq_kernel(
     meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (pair // GROUP).to(tl.int64) * Tk
-    lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
+    lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, elements_ptr, Tq, CONFIG, 64)
     q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
     grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -204,7 +208,7 @@ def _attention_dkdv_kernel(
             entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
             query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
             present = present & meeting(query, limit, shift, lengths_ptr, Tq, CONFIG)
-            lse, delta, present = load_stats(stats_ptr, of_query, query, present, Tq, 64)
+            lse, delta, present = load_stats(stats_ptr, of_query, query, present, elements_ptr, Tq, CONFIG, 64)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, DV, BLOCK_V)
             s = scores(
@@ -287,7 +291,7 @@ def _attention_dbias_kernel(
             queries = pair.to(tl.int64) * Tq
             keys = (pair // GROUP).to(tl.int64) * Tk
             meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
-            lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, Tq, 64)
+            lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, elements_ptr, Tq, CONFIG, 64)
             q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
+from gossamer._core.ops import INTERPRET
 from gossamer.ffn.records import aligned
 from gossamer.rowsparse.formats import column_dtype
 
@@ -39,13 +40,14 @@ class Weights(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """A warp's share: entries at a time, bytes of a row; registers of a thread; stages. Defaults are of slices so
-    narrow that a part of the rows is found in the L1."""
+    """A warp's share: entries at a time, bytes of a row; registers of a thread; stages; whether entries are loaded
+    together, as a tile. Defaults are of slices so narrow that a part of the rows is found in the L1."""
 
     entries: int
     width: int = 512
     registers: int | None = None
     stages: int = 1
+    together: bool = False
 
 
 class Hot(NamedTuple):
@@ -92,6 +94,32 @@ def widened(column):
         return column.to(tl.int32) & 0xFFFF
     else:
         return column
+
+
+@triton.jit
+def wide(x, HALVES: tl.constexpr):
+    """x in float32. HALVES: of bfloat16, two to a word, in an instruction each, where the compiler takes three for two:
+    products of rows that are gathered have hardly more instructions than these."""
+    if HALVES:
+        code: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
+        return tl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
+    else:
+        return x.to(tl.float32)
+
+
+@triton.jit
+def load(ptr, mask, EVEN: tl.constexpr):
+    """0 where the mask is False; EVEN: it is True everywhere that counts."""
+    if EVEN:
+        return tl.load(ptr)
+    else:
+        return tl.load(ptr, mask=mask, other=0.0)
+
+
+@triton.jit
+def offset_of(row, pitch):
+    """row * pitch: a product of two words without signs is one instruction."""
+    return row.to(tl.uint32).to(tl.uint64) * tl.cast(tl.cast(pitch, tl.uint32), tl.uint64)
 
 
 @triton.jit
@@ -279,6 +307,11 @@ def through(grad, z, active, up, penalty_ptr, SQUARED: tl.constexpr):
     elif penalty_ptr is not None:
         grad += tl.load(penalty_ptr)
     return hidden, tl.where(active, grad * slope, 0.0), through_up
+
+
+def halves(x: Tensor) -> bool:
+    """Whether kernels widen elements of x as `wide` does."""
+    return x.dtype is torch.bfloat16 and torch.version.hip is None and not INTERPRET
 
 
 def row_lists(packed: tuple[Tensor, Tensor, Tensor], hot: Hot, tile: int, n: int, limit: int, room: int) -> RowLists:

@@ -24,11 +24,10 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.ffn import costs
 from gossamer.ffn._triton.heavy import LISTED
-from gossamer.ffn.costs import MANY
 
-TILE, SLOTS = tl.constexpr(256), tl.constexpr(16)
-"""Columns of a tile, and slots that a row has for a tile's entries."""
+TILE, SLOTS = tl.constexpr(costs.TILE), tl.constexpr(costs.SLOTS)
 
 
 @triton.jit
@@ -123,8 +122,8 @@ def _ffn_sum_kernel(parts_ptr, bias_ptr, out_ptr, D, BLOCK_D: tl.constexpr, PART
 
 
 WIDTH, STAGES, REGISTERS = 1024, 3, 96
-"""Columns to a warp, stages, and registers of MANY rows of 16 bits: with 96 ten programs find room on a multiprocessor.
-Fewer rows would leave half of a second round empty."""
+"""Columns to a warp, stages, and registers of `costs.MANY` rows of 16 bits: with 96 ten programs find room on a
+multiprocessor. Fewer rows would leave half of a second round empty."""
 STAGED = 96 << 10
 """Bytes of shared memory that a program's stages may take."""
 SLICE = 2048
@@ -166,7 +165,7 @@ def gather(
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
     heads = (*packed, x, up_weight, up_bias, down_weight, down_bias, whole, nnz, heavy)
     follows = tuning.dependent_launch(x.device)
-    registers = registers if m >= MANY else None
+    registers = registers if m >= costs.MANY else None
     options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
     _ffn_gather_kernel((m, slices, parts), (*heads, tiles, k, d), meta, **options)
     if parts > 1:

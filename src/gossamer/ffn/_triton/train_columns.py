@@ -1,26 +1,49 @@
 """A sparse block's products along columns: the gradients of weights, and those of hidden activations with them.
 
 A program owns a neuron and a slice of the width. It takes the rows of x, or of the output's gradient, that have the
-neuron, BLOCK_E at a time, and adds them up times one or two sets of values, in float32 and in the order of the rows.
-Slices are the slow axis of the grid: while all neurons work on one, it is that slice of x that the L2 has to hold. The
+neuron, BLOCK_E at a time, SIDE of them in a load, and adds them up times one or two sets of values, in float32. Slices
+are the slow axis of the grid: while all neurons work on one, it is that slice of x that the L2 has to hold. The
 products of the rows with the neuron's own weight, which are the gradients of its hidden activations, are made of the
 same loads, a part to a slice.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import ColumnLists, Tile, through
+from gossamer.ffn._triton.entry_lists import ColumnLists, Tile, halves, load, offset_of, through, wide
+
+
+@triton.jit
+def add_entries(
+    acc, other, total, other_total, rows_ptr, first_ptr, second_ptr, x_ptr, w, dots_ptr, entry, k, K,
+    EVEN: tl.constexpr, HALVES: tl.constexpr,
+):  # fmt: skip
+    """acc and other [BLOCK_K] + the products of both sets of values with some entries' rows of x, total + the values;
+    writes the products of the rows with w."""
+    at = offset_of(tl.load(rows_ptr + entry), K)[:, None] + k[None, :]
+    x = wide(load(x_ptr + at, (k < K)[None, :], EVEN), HALVES)
+    first = tl.load(first_ptr + entry).to(tl.float32)
+    acc += tl.sum(first[:, None] * x, axis=0)
+    total += tl.sum(first, axis=0)
+    if second_ptr is not None:
+        second = tl.load(second_ptr + entry).to(tl.float32)
+        other += tl.sum(second[:, None] * x, axis=0)
+        other_total += tl.sum(second, axis=0)
+    if dots_ptr is not None:
+        tl.store(dots_ptr + entry, tl.sum(x * w[None, :], axis=1))
+    return acc, other, total, other_total
 
 
 @launch.kernel
 def _ffn_train_weights_kernel(
     offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, sums_ptr,
     room, N, K,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, BESIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
+    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (neuron, slice). `second_ptr` and `w_ptr` may be absent, with what belongs to them. sums_ptr, if any:
     [2, N], the sums of both sets of values. With BESIDE the kernel launched next may begin while this one drains."""
@@ -33,37 +56,35 @@ def _ffn_train_weights_kernel(
     at_weight = column.to(tl.int64) * K + k
     acc = tl.zeros([BLOCK_K], tl.float32)
     other = tl.zeros([BLOCK_K], tl.float32)
-    sums = tl.zeros([BLOCK_E], tl.float32)
-    other_sums = tl.zeros([BLOCK_E], tl.float32)
+    total = 0.0
+    other_total = 0.0
+    w = acc
     if w_ptr is not None:
-        w = tl.load(w_ptr + at_weight, mask=k < K, other=0.0)
+        w = wide(tl.load(w_ptr + at_weight, mask=k < K, other=0.0), HALVES)
         dots_ptr += tl.program_id(1).to(tl.int64) * room + begin
     rows_ptr += begin
     first_ptr += begin
     if second_ptr is not None:
         second_ptr += begin
-    for start in range(0, count, BLOCK_E):
-        entry = start + tl.arange(0, BLOCK_E)
-        held = entry < count
-        row = tl.load(rows_ptr + entry, mask=held, other=0).to(tl.int64)
-        first = tl.load(first_ptr + entry, mask=held, other=0.0).to(tl.float32)
-        x = tl.load(x_ptr + row[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-        x = x.to(tl.float32)
-        acc += tl.sum(first[:, None] * x, axis=0)
-        sums += first
-        if second_ptr is not None:
-            second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
-            other += tl.sum(second[:, None] * x, axis=0)
-            other_sums += second
-        if w_ptr is not None:
-            tl.store(dots_ptr + entry, tl.sum(x * w.to(tl.float32)[None, :], axis=1), mask=held)
+    whole = count // BLOCK_E * BLOCK_E
+    for start in range(0, whole, BLOCK_E):
+        for step in tl.static_range(0, BLOCK_E, SIDE):
+            acc, other, total, other_total = add_entries(
+                acc, other, total, other_total, rows_ptr, first_ptr, second_ptr, x_ptr, w, dots_ptr,
+                start + step + tl.arange(0, SIDE), k, K, EVEN, HALVES,
+            )  # fmt: skip
+    for start in range(whole, count):
+        acc, other, total, other_total = add_entries(
+            acc, other, total, other_total, rows_ptr, first_ptr, second_ptr, x_ptr, w, dots_ptr,
+            start + tl.arange(0, 1), k, K, EVEN, HALVES,
+        )  # fmt: skip
     tl.store(grad_first_ptr + at_weight, acc, mask=k < K, cache_modifier=".cs")
     if second_ptr is not None:
         tl.store(grad_second_ptr + at_weight, other, mask=k < K, cache_modifier=".cs")
     if sums_ptr is not None:
         if tl.program_id(1) == 0:
-            tl.store(sums_ptr + column, tl.sum(sums, axis=0))
-            tl.store(sums_ptr + N + column, tl.sum(other_sums, axis=0))
+            tl.store(sums_ptr + column, total)
+            tl.store(sums_ptr + N + column, other_total)
 
 
 @launch.kernel
@@ -95,8 +116,8 @@ def _ffn_train_hidden_kernel(
             tl.store(by_column_ptr + room + entry, through_up, mask=held)
 
 
-DOWN = Tile(4, 1024)
-GATE_UP = Tile(8, 1024, registers=128)
+DOWN = Tile(8, 1024, together=True)
+GATE_UP = Tile(8)
 
 
 def weight_gradients(
@@ -121,7 +142,9 @@ def weight_gradients(
     first, second = torch.empty_like(like), None if values[1] is None else torch.empty_like(like)
     dots = torch.empty(slices, room, dtype=torch.float32, device=x.device) if product else None
     args = (lists.offsets, lists.rows, *values, x, like if product else None, dots, first, second, sums, room, n, k)
-    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "BESIDE": beside}
+    side = tile.entries if tile.together else 1
+    meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "SIDE": side, "EVEN": k % block == 0}
+    meta |= {"HALVES": halves(x), "BESIDE": beside}
     registers = tile.registers if size == 2 else None
     _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=1, maxnreg=registers)
     return first, second, dots
@@ -144,8 +167,8 @@ def hidden_gradients(
 
 EXAMPLES = {
     _ffn_train_weights_kernel: {
-        "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 512, "BESIDE": False, "num_warps": 1,
-        "maxnreg": 128,
+        "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 256, "SIDE": 1, "EVEN": True,
+        "HALVES": False, "BESIDE": False, "num_warps": 1,
     },
     _ffn_train_hidden_kernel: {"BLOCK": 512, "SLICES": 4, "SQUARED": False},
 }  # fmt: skip

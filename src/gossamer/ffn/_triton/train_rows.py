@@ -8,18 +8,20 @@ Sums stay in registers, in float32, in the order of the entries.
 """
 
 import torch
+import triton
 import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import RowLists, Tile, Weights, widened
+from gossamer.ffn._triton.entry_lists import RowLists, Tile, Weights, halves, load, offset_of, wide, widened
 
 
 @launch.kernel
 def _ffn_train_up_kernel(
     offsets_ptr, columns_ptr, gate_ptr, up_values_ptr, hidden_ptr, l1_ptr, x_ptr, up_ptr, up_bias_ptr, K,
-    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SQUARED: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, STAGES: tl.constexpr, SQUARED: tl.constexpr, EVEN: tl.constexpr,
+    HALVES: tl.constexpr,
 ):  # fmt: skip
     """Program (row): the up projection at its entries, the hidden activations, and the sum of these without signs.
     Without `up_ptr` an entry is its own factor."""
@@ -28,7 +30,7 @@ def _ffn_train_up_kernel(
     count = tl.load(offsets_ptr + row + 1) - start
     if up_ptr is not None:
         k = tl.arange(0, BLOCK_K)
-        x = tl.load(x_ptr + row * K + k, mask=k < K, other=0.0)
+        x = wide(tl.load(x_ptr + row * K + k, mask=k < K, other=0.0), HALVES)
     l1 = tl.zeros([BLOCK_E], tl.float32)
     dtype: tl.constexpr = gate_ptr.dtype.element_ty
     for first in tl.range(0, count, BLOCK_E, num_stages=STAGES):
@@ -38,9 +40,10 @@ def _ffn_train_up_kernel(
         if SQUARED:
             hidden = (hidden * hidden).to(dtype).to(tl.float32)
         if up_ptr is not None:
-            at = widened(tl.load(columns_ptr + start + entry, mask=held, other=0)).to(tl.int64)
-            up = tl.load(up_ptr + at[:, None] * K + k[None, :], mask=held[:, None] & (k < K)[None, :], other=0.0)
-            factor = tl.sum(up.to(tl.float32) * x.to(tl.float32)[None, :], axis=1)
+            at = widened(tl.load(columns_ptr + start + entry, mask=held, other=0))
+            mask = held[:, None] & (k < K)[None, :]
+            up = load(up_ptr + offset_of(at, K)[:, None] + k[None, :], mask, EVEN)
+            factor = tl.sum(wide(up, HALVES) * x[None, :], axis=1)
             if up_bias_ptr is not None:
                 factor += tl.load(up_bias_ptr + at, mask=held, other=0.0).to(tl.float32)
             factor = factor.to(dtype)
@@ -51,10 +54,22 @@ def _ffn_train_up_kernel(
     tl.store(l1_ptr + row, tl.sum(l1, axis=0))
 
 
+@triton.jit
+def add_products(
+    acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, entry, d, D, EVEN: tl.constexpr, HALVES: tl.constexpr
+):
+    """acc + the products of an entry with its rows."""
+    at = offset_of(widened(tl.load(columns_ptr + entry)), D) + d
+    acc += tl.load(first_ptr + entry).to(tl.float32) * wide(load(w_ptr + at, d < D, EVEN), HALVES)
+    if other_ptr is not None:
+        acc += tl.load(second_ptr + entry).to(tl.float32) * wide(load(other_ptr + at, d < D, EVEN), HALVES)
+    return acc
+
+
 @launch.kernel
 def _ffn_train_rows_kernel(
     offsets_ptr, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, bias_ptr, out_ptr, D,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, BESIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns): the sum over its entries of first * W and, if there is one, second * another
     W. With BESIDE the kernel before it may still run: it ends after that."""
@@ -67,16 +82,14 @@ def _ffn_train_rows_kernel(
     first_ptr += start
     if other_ptr is not None:
         second_ptr += start
-    for begin in range(0, count, BLOCK_E):
-        entry = begin + tl.arange(0, BLOCK_E)
-        held = entry < count
-        at = widened(tl.load(columns_ptr + entry, mask=held, other=0)).to(tl.int64)[:, None] * D + d[None, :]
-        mask = held[:, None] & (d < D)[None, :]
-        first = tl.load(first_ptr + entry, mask=held, other=0.0).to(tl.float32)
-        acc += tl.sum(first[:, None] * tl.load(w_ptr + at, mask=mask, other=0.0).to(tl.float32), axis=0)
-        if other_ptr is not None:
-            second = tl.load(second_ptr + entry, mask=held, other=0.0).to(tl.float32)
-            acc += tl.sum(second[:, None] * tl.load(other_ptr + at, mask=mask, other=0.0).to(tl.float32), axis=0)
+    whole = count // BLOCK_E * BLOCK_E
+    for begin in range(0, whole, BLOCK_E):
+        for step in tl.static_range(BLOCK_E):
+            acc = add_products(
+                acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, begin + step, d, D, EVEN, HALVES
+            )  # fmt: skip
+    for entry in range(whole, count):
+        acc = add_products(acc, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, entry, d, D, EVEN, HALVES)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + d, acc, mask=d < D)
@@ -123,9 +136,10 @@ def forward(
     even = size == 2 and k % 8 == 0
     stages, registers = (up_tile.stages, up_tile.registers) if even else (1, None)
     meta = {"BLOCK_E": up_tile.entries if up is not None else 64, "BLOCK_K": block, "STAGES": stages}
+    meta |= {"SQUARED": squared, "EVEN": k == block, "HALVES": halves(x)}
     args = (lists.offsets, lists.columns, gate, values, hidden, l1, x, up, weights.up_bias, k)
     warps = min(16, max(1, block * size // up_tile.width))
-    _ffn_train_up_kernel((m, 1, 1), args, {**meta, "SQUARED": squared}, num_warps=warps, maxnreg=registers)
+    _ffn_train_up_kernel((m, 1, 1), args, meta, num_warps=warps, maxnreg=registers)
     multiply_rows(lists.columns, lists.offsets, (hidden, weights.down), None, down_bias, out, tile)
     return out, l1
 
@@ -145,7 +159,7 @@ def multiply_rows(
     these."""
     (m, d), size = out.shape, out.element_size()
     block = min(launch.next_power_of_2(d), tile.width // size)
-    meta = {"BLOCK_E": tile.entries, "BLOCK_D": block, "BESIDE": beside}
+    meta = {"BLOCK_E": tile.entries, "BLOCK_D": block, "EVEN": d % block == 0, "HALVES": halves(out), "BESIDE": beside}
     values, other = second or (None, None)
     args = (offsets, columns, first[0], values, first[1], other, bias, out, d)
     grid, registers = (m, launch.cdiv(d, block), 1), tile.registers
@@ -156,9 +170,10 @@ EXAMPLES = {
     _ffn_mean_kernel: {"x_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 4096, "num_warps": 16},
     _ffn_train_up_kernel: {
         "columns_ptr": "*i16", "up_bias_ptr": None, "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3, "SQUARED": False,
-        "num_warps": 1, "maxnreg": 96,
+        "EVEN": True, "HALVES": False, "num_warps": 1, "maxnreg": 96,
     },
     _ffn_train_rows_kernel: {
-        "columns_ptr": "*i16", "bias_ptr": None, "BLOCK_E": 4, "BLOCK_D": 256, "BESIDE": False, "num_warps": 1,
+        "columns_ptr": "*i16", "bias_ptr": None, "BLOCK_E": 4, "BLOCK_D": 256, "EVEN": True, "HALVES": False,
+        "BESIDE": False, "num_warps": 1,
     },
 }  # fmt: skip

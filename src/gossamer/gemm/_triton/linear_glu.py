@@ -17,6 +17,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer.gemm.linear_glu_path import choose_path
 from gossamer.gemm.records import GatedMlpBwd, GluBwd, LinearGlu, LinearGluBwd, LinearGluOut
+from gossamer.rowsparse.dense_product import multiply_into
 
 BYTES = 1 << 28
 """Of gate and up at one time, where the library multiplies."""
@@ -258,8 +259,8 @@ def _launch_separate(
             assert out is not None
             given, result = x[first : first + most], out[first : first + most]
             gate, up = gate[: given.shape[0]], up[: given.shape[0]]
-        _product(given, gate_weight, gate_bias, gate)
-        _product(given, up_weight, up_bias, up)
+        multiply_into(gate, given, gate_weight.t(), gate_bias)
+        multiply_into(up, given, up_weight.t(), up_bias)
         if grad is not None:
             launch_glu_bwd(grad, gate, up, (gate, up), None, activation)
         elif result is not None:
@@ -269,17 +270,6 @@ def _launch_separate(
 def _launch_glu(gate: Tensor, up: Tensor, out: Tensor, activation: str) -> None:
     meta = {"BLOCK": FLAT, "ACTIVATION": activation}
     _glu_fwd_kernel((launch.cdiv(gate.numel(), FLAT), 1, 1), (gate, up, out, gate.numel()), meta)
-
-
-def _product(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) -> None:
-    """out = x @ weight.T + bias. With a bias of the dtype of x the sum is rounded once: near 0 it keeps its sign, by
-    which ReLU passes gradients."""
-    if bias is None:
-        torch.mm(x, weight.t(), out=out)
-    elif bias.dtype is x.dtype:
-        torch.addmm(bias, x, weight.t(), out=out)
-    else:
-        out.copy_(torch.mm(x, weight.t()) + bias)
 
 
 def launch_glu_bwd(

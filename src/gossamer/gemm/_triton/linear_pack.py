@@ -16,6 +16,7 @@ from gossamer.gemm.linear_pack_path import SLOTS, TILE, choose_path, packs
 from gossamer.gemm.records import LinearPack
 from gossamer.rowsparse._triton.list_entries import Limit, list_slots
 from gossamer.rowsparse._triton.twell import gather_tiles, launch_pack_twell
+from gossamer.rowsparse.dense_product import multiply_into
 from gossamer.rowsparse.formats import empty_slots, empty_twell, equal_spans
 
 
@@ -86,12 +87,6 @@ def _products(x: Tensor, weight: Tensor, bias: Tensor | None) -> Iterator[tuple[
     buffer = x.new_empty(step, n)
     for first in range(0, max(m, 1), step):
         rows = slice(first, first + step)
-        given = x[rows]
-        z = buffer[: len(given)]
-        if bias is not None and bias.dtype is x.dtype:
-            torch.addmm(bias, given, right, out=z)
-        else:
-            torch.mm(given, right, out=z)
-            if bias is not None:
-                z += bias
+        z = buffer[: min(step, m - first)]
+        multiply_into(z, x[rows], right, bias)
         yield rows, z

@@ -15,7 +15,7 @@ from gossamer._core.ranges import span
 from gossamer.rowsparse._triton.dense_transpose import rows_contiguous
 from gossamer.rowsparse._triton.pack import row_span
 from gossamer.rowsparse._triton.unpack import spread
-from gossamer.rowsparse.dense_product import dense_product
+from gossamer.rowsparse.dense_product import multiply_into
 from gossamer.rowsparse.matmul_path import rows_at_once
 
 
@@ -56,12 +56,10 @@ def matmul_dense(
     m = spans.shape[1]
     step = rows_at_once(m, n, values.element_size(), values, indices, weight)
     with span("gossamer::rowsparse.matmul/dense"):
-        if step >= m:
-            return dense_product(spread(values, indices, spans, source, n), weight, bias, None)
         out = weight.new_empty(m, d)
         for rows, held, dense in _parts(m, step, spans, source):
-            x = spread(values, indices, held, dense, n, held.shape[1] / m)
-            out[rows] = dense_product(x, weight, bias, None)
+            x = spread(values, indices, held, dense, n, held.shape[1] / m, weight.dtype)
+            multiply_into(out[rows], x, weight, bias)
     return out
 
 
@@ -79,7 +77,8 @@ def sampled_matmul_dense(
     meta = {"BLOCK": block, "COPY": 1024, "MASKED": masked}
     with span("gossamer::rowsparse.sampled_matmul/dense"):
         for rows, held, part in _parts(m, step, spans, source):
-            products = dense_product(x[rows], weight.t(), None, None)
+            products = x.new_empty(held.shape[1], n)
+            multiply_into(products, x[rows], weight.t(), None)
             # Rows that do not fill the GPU are shared.
             size = held.shape[1]
             most = launch.cdiv(4 * tuning.programs(x.device), size)

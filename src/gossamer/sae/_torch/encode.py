@@ -3,12 +3,7 @@
 import torch
 from torch import Tensor
 
-from gossamer.rowsparse._torch.pack import (
-    buffers_of,
-    nonzero_positions,
-    overflowed_rows,
-    row_offsets_of,
-)
+from gossamer.rowsparse._torch.pack import buffers_of, nonzero_positions, overflowed_rows, row_offsets_of
 from gossamer.rowsparse.formats import threshold_dtype
 from gossamer.sae.encode_path import RANKED
 from gossamer.sae.records import SaeEncode, SaeEncodeBwdColumns, SaeEncodeBwdSource
