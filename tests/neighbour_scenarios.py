@@ -88,6 +88,7 @@ def _activation(case: Case, name: str, threshold: Any, scale: Any, k: int) -> An
         "jumprelu": lambda: gemm.JumpReLU(threshold),
         "topk": lambda: gemm.TopK(k, scale),
         "batchtopk": lambda: gemm.BatchTopK(k, scale),
+        "groupmax": lambda: gemm.GroupMax(k),
     }[name]()
 
 
@@ -100,10 +101,13 @@ def encoded(case: Case) -> Scenario:
     case.give("threshold", case.draw(n).float() + 0.5)
     if case.dtype is torch.float64:
         case.clean["threshold"] = case.clean["threshold"].double()
-    name = case.pick("relu", "jumprelu", "topk", "batchtopk")
-    k, plain = min(case.pick(1, 3, 8), n), case.pick(True, False)
+    name = case.pick("relu", "jumprelu", "topk", "batchtopk", "groupmax")
+    k, plain = min(case.pick(1, 3, 8), n), case.pick(True, False) and name != "groupmax"
+    if name == "groupmax":
+        k = math.gcd(k, n)
     options: dict[str, Any] = case.pick({}, {"capacity": case.pick(1, 4, 90, "exact")})
-    if "topk" in name:
+    keeps_a_number = name not in ("relu", "jumprelu")
+    if keeps_a_number:
         options = {}
 
     def call(x: Tensor, W: Tensor, b: Any, b_dec: Any, threshold: Tensor) -> Results:
@@ -119,7 +123,7 @@ def encoded(case: Case) -> Scenario:
         kept = selected(
             z.detach(),
             name,
-            k if "topk" in name else None,
+            k if keeps_a_number else None,
             threshold.detach() if name == "jumprelu" else None,
         )
         return [torch.where(kept & (z != 0), z, 0), kept.sum(-1)]
