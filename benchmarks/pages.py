@@ -29,16 +29,10 @@ SECTIONS = (
     ),
     Section(
         "Autoencoders: training steps",
-        "The loss and all gradients, without an optimizer; Matryoshka has five widths. Eager, the host bounds a step.",
+        "The loss and all gradients, without an optimizer; Matryoshka has five widths. Eager, the host bounds a step. "
+        "JumpReLU, which takes **more memory** than a compiled dense step, is in `nn-train-jumprelu-nvidia-h200.json`.",
         "nn-nvidia-h200",
         ("train_topk", "train_batchtopk", "train_matryoshka"),
-    ),
-    Section(
-        "Autoencoders: training steps of JumpReLU",
-        "As above, also while many latents fire. JumpReLU keeps pre-activations for rows with more latents than slots: "
-        "where few fire it takes **more memory** than a compiled dense step.",
-        "nn-train-jumprelu-nvidia-h200",
-        ("train_jumprelu",),
     ),
     Section(
         "SAELens, as it is and patched",

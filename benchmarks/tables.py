@@ -422,7 +422,8 @@ def dictionaries() -> list[str]:
             runs = [r for r in content["runs"] if (r["setting"], r["kind"], r["rate"]) == (name, kind, 1e-3)]
             runs.sort(key=lambda run: run["seed"])
             found = ", ".join(f"{run['recovered']:.1%}" for run in runs)
-            rows.append([shape, f"`{module}`", found, ", ".join(f"{run['l0']:.2f}" for run in runs)])
+            if runs:
+                rows.append([shape, f"`{module}`", found, ", ".join(f"{run['l0']:.2f}" for run in runs)])
     return table(["rows", "", "found, of each seed", "L0"], rows)
 
 

@@ -342,8 +342,9 @@ def test_a_pass_that_compiles_kernels_changes_nothing(kind: str, device: torch.d
     model = getattr(nn, kind)(*sizes, **options, device=device)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     x, state = torch.randn(5, D_IN, device=device), torch.get_rng_state()
+    model._whole_pass(x)
     with torch.no_grad():
-        model._whole_pass(x)
         model.eval()._whole_pass(x)
+    assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.density.basis(training=True) is None and torch.equal(torch.get_rng_state(), state)

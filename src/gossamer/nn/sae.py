@@ -66,7 +66,7 @@ class SparseAutoencoder(torch.nn.Module):
     capacity: int | None = None
     _wide_tensors: tuple[str, ...] = ()
     _placement: Here = HERE
-    _is_cold = True
+    _compiled: frozenset[tuple[bool, bool]] = frozenset()
 
     def __init__(
         self,
@@ -225,10 +225,11 @@ class SparseAutoencoder(torch.nn.Module):
         return self._placement.encode(x, *self._encoder, **options)
 
     def _whole_pass(self, x: Tensor) -> None:
-        """The kernels of a forward pass on packed latents, and no change."""
+        """The kernels of a forward pass on packed latents in this mode, and no change."""
         rows = self._latents(x, self._slots)[0]
         if self.training:
-            sae.count_fired(rows)
+            with torch.no_grad():
+                sae.count_fired(rows)
         self._output(x, rows)
 
     def _options(self) -> dict[str, Any]:
@@ -255,10 +256,10 @@ class SparseAutoencoder(torch.nn.Module):
                 lambda known: choose_path(known, rows, self.W_dec, self._expected, training=training), training=training
             )
         if path == "sparse":
-            if not torch.compiler.is_compiling() and self._is_cold and x.is_cuda and not self.sharded:
-                self._is_cold = False
-                with torch.no_grad():
-                    ahead(self._whole_pass, x)
+            mode = self.training, torch.is_grad_enabled()
+            if x.is_cuda and not (torch.compiler.is_compiling() or self.sharded or mode in self._compiled):
+                self._compiled |= {mode}
+                ahead(self._whole_pass, x)
             latents, l0 = sparse(x, self._slots)
             return latents, l0, latents.counts if followed else None
         acts, l0, fired, nnz = encode_dense(x, *self._encoder, **self._options())
