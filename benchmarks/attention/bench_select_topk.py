@@ -1,12 +1,14 @@
 """`attention.select_topk` from the indexer's inputs, and `attention.indexer_scores`, at the shapes of one layer.
 
-Queries, keys and weights are correlated from position to position, as hidden states are. A selection is judged by the
+Queries, keys and weights are correlated from position to position, as hidden states are. Scores are those of the gated
+indexer, or of a ReLU, as in DeepSeek-V3.2, with as many heads as there. A selection is judged by the
 sum of its exact scores, row by row, for rows 64 apart: a key taken instead of a better one shows.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,19 +24,25 @@ _SLAB = 1 << 23
 def cases(
     device: torch.device, quick: bool, *, lengths: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> Iterator[Case]:
-    """4 heads of 64 columns, k 2,048, in bfloat16; a small float32 one for `quick` and on the CPU."""
+    """4 heads of 64 columns, for a ReLU also 64 of 128, k 2,048, in bfloat16; a small float32 one for `quick` and on
+    the CPU."""
     if quick or device.type == "cpu":
         for T in lengths or (512,):
             for granularity in (1, 4):
                 yield select_case(T, min(64, T // 8 * 4), dtype or torch.float32, granularity)
+            yield select_case(T, min(64, T // 8 * 4), dtype or torch.float32, relu=True)
             yield _adaptive(T, min(64, T // 8 * 4), dtype or torch.float32)
-            yield _scores(T, dtype or torch.float32)
+            for relu in (False, True):
+                yield _scores(T, dtype or torch.float32, relu)
         return
     for T in lengths or (1024, 2048, 4096, 8192, 32768, 131072):
         for granularity in (1, 4):
             yield select_case(T, min(2048, T // 8 * 4), dtype or torch.bfloat16, granularity)
         yield _adaptive(T, min(2048, T // 8 * 4), dtype or torch.bfloat16)
-    yield _scores(4096, dtype or torch.bfloat16)
+        for heads, d in ((HEADS, D), (64, 128)) if T in (8192, 32768) else ():
+            yield select_case(T, 2048, dtype or torch.bfloat16, 1, heads, d, relu=True)
+    for relu in (False, True):
+        yield _scores(4096, dtype or torch.bfloat16, relu)
 
 
 def drifting(
@@ -52,18 +60,24 @@ def drifting(
 
 
 def _inputs(
-    T: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, heads: int = HEADS, d: int = D
-) -> tuple[Tensor, ...]:
+    T: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, heads: int = HEADS, d: int = D,
+    relu: bool = False,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """Of the indexer; without a bias for a ReLU."""
     q = drifting((1, heads, T, d), 2, device, generator).to(dtype)
     k = drifting((1, T, d), 1, device, generator).to(dtype)
     w = drifting((1, T, heads), 1, device, generator).to(dtype)
-    return q, k, w, torch.randn(heads, device=device, generator=generator)
+    return (q, k, w) if relu else (q, k, w, torch.randn(heads, device=device, generator=generator))
 
 
-def _rows(q: Tensor, k: Tensor, w: Tensor, bias: Tensor, rows: Tensor) -> Tensor:
-    """Scores [rows, T] in the dtype of q, -inf where a key is not seen."""
-    x = torch.einsum("hqd,kd->hqk", q[0, :, rows], k[0]) * q.shape[3] ** -0.5 + bias[:, None, None].to(q.dtype)
-    scores = (w[0, rows].sigmoid().t()[..., None] * x.sigmoid()).sum(0)
+def _rows(rows: Tensor, q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Scores [rows, T] in the dtype of q, of a ReLU where there is no bias, -inf where a key is not seen."""
+    x = torch.einsum("hqd,kd->hqk", q[0, :, rows], k[0]) * q.shape[3] ** -0.5
+    if bias is None:
+        scores = torch.einsum("hqk,qh->qk", x.relu_(), w[0, rows])
+    else:
+        x = x + bias[:, None, None].to(q.dtype)
+        scores = (w[0, rows].sigmoid().t()[..., None] * x.sigmoid()).sum(0)
     return scores.masked_fill(torch.arange(k.shape[1], device=k.device) > rows[:, None], -torch.inf)
 
 
@@ -72,13 +86,13 @@ def _sample(q: Tensor) -> Tensor:
     return torch.arange(63, q.shape[2], 64, device=q.device)
 
 
-def _sums(selection: attention.Selection, q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
+def _sums(selection: attention.Selection, *inputs: Tensor) -> tuple[Tensor]:
     """Exact scores of what is selected, summed, at the sampled rows."""
-    rows = _sample(q)
-    out = torch.empty(1, len(rows), dtype=torch.float64, device=q.device)
+    rows = _sample(inputs[0])
+    out = torch.empty(1, len(rows), dtype=torch.float64, device=rows.device)
     # The last block may end before its row 63.
     for part, words in zip(rows.split(64), selection.words[0, 0, : len(rows)].split(64)):
-        scores = _rows(q.double(), k.double(), w.double(), bias.double(), part)
+        scores = _rows(part, *(x.double() for x in inputs))
         # Row 63 of a block is its words' sign.
         out[0, part // 64] = scores.where(words < 0, 0).sum(1)
     return (out,)
@@ -93,32 +107,37 @@ def _best(scores: Tensor, k_top: int, granularity: int) -> Tensor:
     return taken.repeat_interleave(granularity, 1)[:, :T] & scores.isfinite()
 
 
-def _plain(k_top: int, granularity: int, q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> attention.Selection:
+def _plain(k_top: int, granularity: int, *inputs: Tensor) -> attention.Selection:
     """Scores and `torch.topk`, a slab of rows at a time, into a dense mask."""
-    T = q.shape[2]
-    rows = torch.arange(T, device=q.device).split(max(1, _SLAB // T))
-    mask = torch.cat([_best(_rows(q, k, w, bias, part), k_top, granularity) for part in rows])
+    T = inputs[0].shape[2]
+    rows = torch.arange(T, device=inputs[0].device).split(max(1, _SLAB // T))
+    mask = torch.cat([_best(_rows(part, *inputs), k_top, granularity) for part in rows])
     return attention.Selection.from_mask(mask[None])
 
 
-def select_case(T: int, k_top: int, dtype: torch.dtype, granularity: int = 1, heads: int = HEADS, d: int = D) -> Case:
+def select_case(
+    T: int, k_top: int, dtype: torch.dtype, granularity: int = 1, heads: int = HEADS, d: int = D, relu: bool = False
+) -> Case:
     """Selection of k_top keys, beside the scores in memory and `torch.topk` of them."""
 
-    def reference(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
-        wide = (q.double(), k.double(), w.double(), bias.double())
-        scores = [_rows(*wide, part) for part in _sample(q).split(64)]
+    def reference(*inputs: Tensor) -> tuple[Tensor]:
+        wide = [x.double() for x in inputs]
+        scores = [_rows(part, *wide) for part in _sample(wide[0]).split(64)]
         return (torch.cat([part.where(_best(part, k_top, granularity), 0).sum(1) for part in scores])[None],)
 
+    options: dict[str, Any] = {"bias": None, "activation": "relu"} if relu else {}
     return Case(
         room="attention",
-        name="select_topk" if granularity == 1 else "select_topk_units",
+        name="select_topk_relu" if relu else "select_topk" if granularity == 1 else "select_topk_units",
         parameters={"T": T, "k": k_top, "Hi": heads, "Di": d},
         dtype=dtype,
-        make=lambda device, generator: [_inputs(T, dtype, device, generator, heads, d)],
+        make=lambda device, generator: [_inputs(T, dtype, device, generator, heads, d, relu)],
         providers=(
             Provider(
                 "gossamer",
-                lambda *inputs: attention.select_topk(*inputs, k=k_top, granularity=granularity, causal=True),
+                lambda *inputs: attention.select_topk(
+                    *inputs, k=k_top, granularity=granularity, causal=True, **options
+                ),
                 ours=True,
                 result=_sums,
                 capturable=True,
@@ -154,11 +173,11 @@ def _adaptive(T: int, k_top: int, dtype: torch.dtype) -> Case:
 
     def plain(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> attention.Selection:
         rows = torch.arange(T, device=q.device).split(max(1, _SLAB // T))
-        mask = torch.cat([best(_rows(q, k, w, bias, part)) for part in rows])
+        mask = torch.cat([best(_rows(part, q, k, w, bias)) for part in rows])
         return attention.Selection.from_mask(mask[None])
 
     def reference(q: Tensor, k: Tensor, w: Tensor, bias: Tensor) -> tuple[Tensor]:
-        scores = [_rows(q.double(), k.double(), w.double(), bias.double(), part) for part in _sample(q).split(64)]
+        scores = [_rows(part, q.double(), k.double(), w.double(), bias.double()) for part in _sample(q).split(64)]
         return (torch.cat([part.where(best(part), 0).sum(1) for part in scores])[None],)
 
     return Case(
@@ -186,21 +205,28 @@ def _adaptive(T: int, k_top: int, dtype: torch.dtype) -> Case:
     )
 
 
-def _scores(T: int, dtype: torch.dtype) -> Case:
+def _scores(T: int, dtype: torch.dtype, relu: bool = False) -> Case:
     def finite(scores: Tensor, *_: Tensor) -> tuple[Tensor]:
         return (scores.where(scores.isfinite(), 0),)
 
-    def every(q: Tensor, *rest: Tensor) -> Tensor:
-        return _rows(q, *rest, torch.arange(T, device=q.device))[None]
+    def every(*inputs: Tensor) -> Tensor:
+        return _rows(torch.arange(T, device=inputs[0].device), *inputs)[None]
 
+    options: dict[str, Any] = {"activation": "relu"} if relu else {}
     return Case(
         room="attention",
-        name="indexer_scores",
+        name="indexer_scores_relu" if relu else "indexer_scores",
         parameters={"T": T, "Hi": HEADS, "Di": D},
         dtype=dtype,
-        make=lambda device, generator: [_inputs(T, dtype, device, generator)],
+        make=lambda device, generator: [_inputs(T, dtype, device, generator, relu=relu)],
         providers=(
-            Provider("gossamer", attention.indexer_scores, ours=True, result=finite, capturable=True),
+            Provider(
+                "gossamer",
+                lambda *inputs: attention.indexer_scores(*inputs, causal=True, **options),
+                ours=True,
+                result=finite,
+                capturable=True,
+            ),
             Provider("torch", every, result=finite, capturable=True),
         ),
         reference=lambda *inputs: finite(every(*(x.double() for x in inputs))),

@@ -25,7 +25,9 @@ def visible(case: tuple[Any, ...]) -> Tensor:
     return out
 
 
-def dense(q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def dense(q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None, scale: float, activation: str = "sigmoid") -> Tensor:
     x = torch.einsum("bhqd,bkd->bhqk", q, k) * scale
     x = x if bias is None else x + bias[:, None, None]
+    if activation == "relu":
+        return (w.permute(0, 2, 1)[..., None] * x.relu()).sum(1)
     return (w.sigmoid().permute(0, 2, 1)[..., None] * x.sigmoid()).sum(1)

@@ -21,7 +21,7 @@ from tests import aot
 pytestmark = pytest.mark.native
 
 EXAMPLES = {**indexer_scores.EXAMPLES, **select_topk.EXAMPLES, **threshold.EXAMPLES}
-KERNELS = {kernel.fn.__name__: kernel for kernel, example in EXAMPLES.items() if {"FAST", "PACKED"} & {*example}}
+KERNELS = {kernel.fn.__name__: kernel for kernel, example in EXAMPLES.items() if {"ACTIVATION", "PACKED"} & {*example}}
 
 
 @pytest.mark.parametrize("unit", [1, 4])
@@ -33,7 +33,7 @@ def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit:
     example = EXAMPLES[kernel]
     if unit > 1 and "UNIT" not in example:
         pytest.skip("knows no units")
-    given = {flag: value for flag, value in (("FAST", True), ("PACKED", True), ("FORCED", forced))}
+    given = {"ACTIVATION": "tanh", "PACKED": True, "FORCED": forced}
     own = {flag: value for flag, value in given.items() if flag in example}
     own |= {"UNIT": unit} if "UNIT" in example else {}
     if forced and "FORCED" not in own:
@@ -41,7 +41,7 @@ def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit:
     compiled = aot.compile_kernel(kernel, aot.complete(kernel, example | own), target)
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
     text = compiled.asm["ptx"]
-    assert ("tanh.approx.f32" in text) == ("FAST" in own) and ("set.ge.u32.f16x2" in text) == ("PACKED" in own)
+    assert ("tanh.approx.f32" in text) == ("ACTIVATION" in own) and ("set.ge.u32.f16x2" in text) == ("PACKED" in own)
     if target == "sm_90":
         used = aot.resources(compiled)
         assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
@@ -61,7 +61,7 @@ def test_rows_fit_amd(name: str, d: int, v: int, dtype: str, monkeypatch: pytest
         own = sparse_decode.EXAMPLES[kernel] | own
     else:
         kernel = getattr(indexer_loss, f"_indexer_{name}_kernel")
-        own = {"SIZES": indexer_loss.Sizes(d, v, 1, 4, 64), "num_stages": stages_of(3, x)}
+        own = {"SIZES": indexer_loss.Sizes(d, v, 1, 4, 64, "relu"), "num_stages": stages_of(3, x)}
         own = indexer_loss.EXAMPLES[kernel] | own
     example = aot.complete(kernel, own)
     kind = {"float32": "*fp32", "bfloat16": "*bf16"}[dtype]
@@ -84,23 +84,27 @@ def test_lists_of_every_width(parts: int, causal: bool, target: str) -> None:
 
 
 @pytest.mark.parametrize("heads, d, dtype", [(2, 64, "bf16"), (8, 64, "fp16"), (4, 128, "bf16")])
-@pytest.mark.parametrize("bias, lengths", [(None, "*i32"), ("*fp32", None)])
-def test_every_shape_that_hopper_scores(heads: int, d: int, dtype: str, bias: str | None, lengths: str | None) -> None:
+@pytest.mark.parametrize("bias, lengths, relu", [(None, "*i32", True), ("*fp32", None, True), ("*fp32", None, False)])
+def test_every_shape_that_hopper_scores(
+    heads: int, d: int, dtype: str, bias: str | None, lengths: str | None, relu: bool
+) -> None:
     ((kernel, example),) = hopper.EXAMPLES.items()
     kinds = {
         "q_desc": f"tensordesc<{dtype}[1, 1, {hopper.ROWS}, {d}],{hopper.LAYOUTS[4]!r}>",
         "k_desc": f"tensordesc<{dtype}[1, {hopper.COLUMNS}, {d}],{hopper.LAYOUTS[3]!r}>",
     }
-    given = example | kinds | {"bias_ptr": bias, "lengths_ptr": lengths, "w_ptr": f"*{dtype}", "HEADS": heads}
+    given = (
+        example | kinds | {"bias_ptr": bias, "lengths_ptr": lengths, "w_ptr": f"*{dtype}", "HEADS": heads, "RELU": relu}
+    )
     compiled = aot.compile_kernel(kernel, aot.complete(kernel, given), "sm_90")
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT["sm_90"]
     used = aot.resources(compiled)
     assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
-@pytest.mark.parametrize("lists", [False, True])
+@pytest.mark.parametrize("lists, relu", [(False, False), (True, False), (True, True)])
 @pytest.mark.parametrize("flags, unit", [(None, 1), ("*i32", 1), (None, candidates.STRETCH)])
-def test_what_hopper_scores_for(lists: bool, flags: str | None, unit: int) -> None:
+def test_what_hopper_scores_for(lists: bool, relu: bool, flags: str | None, unit: int) -> None:
     """All keys, those of marked blocks, one of each stretch, and lists."""
     ((kernel, example),) = hopper.EXAMPLES.items()
     own = (
@@ -108,6 +112,8 @@ def test_what_hopper_scores_for(lists: bool, flags: str | None, unit: int) -> No
         if lists
         else {"keys_ptr": "*i16", "bound_ptr": None, "counts_ptr": None, "flags_ptr": flags}
     )
-    used = aot.resources(aot.compile_kernel(kernel, aot.complete(kernel, example | own | {"UNIT": unit}), "sm_90"))
+    used = aot.resources(
+        aot.compile_kernel(kernel, aot.complete(kernel, example | own | {"UNIT": unit, "RELU": relu}), "sm_90")
+    )
     # Three programs share a multiprocessor.
     assert used["LOCAL"] == used["STACK"] == 0 and used["REG"] <= 168

@@ -8,12 +8,14 @@ from torch import Tensor
 
 from gossamer.attention import Selection, indexer_loss
 from gossamer.testing import assert_close
+from tests.attention.indexer import dense as indexed
 from tests.attention.test_sparse_attention import dense, random_mask, visible
 
 
 def reference(
     q: Tensor, k: Tensor, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor, mask: Tensor,
     lengths: Tensor | None = None, scale: float | None = None, scale_idx: float | None = None,
+    activation: str = "sigmoid",
 ) -> Tensor:  # fmt: skip
     """By dense PyTorch; mask bool [B, T, T], causality included."""
     h, t, d = q.shape[1:]
@@ -21,8 +23,7 @@ def reference(
     _, lse = dense(q, k, k, mask[:, None], scale, True, lengths)
     s = q @ k.repeat_interleave(h // k.shape[1], 1).transpose(2, 3) * (scale or d**-0.5)
     wanted = torch.where(keep, (s - lse[..., None]).exp(), 0).mean(1)
-    z = q_idx @ k_idx[:, None].transpose(2, 3) * (scale_idx or q_idx.shape[3] ** -0.5) + bias[:, None, None]
-    scores = (z.sigmoid() * w.sigmoid().transpose(1, 2)[..., None]).sum(1)
+    scores = indexed(q_idx, k_idx, w, bias, scale_idx or q_idx.shape[3] ** -0.5, activation)
     keep, some = keep[:, 0], keep[:, 0].any(-1)
     if lengths is not None:
         some = some & (torch.arange(t, device=q.device) < lengths[:, None])
@@ -51,7 +52,8 @@ def test_against_dense(
     mask = random_mask((b, t, t), 0.3 if of == "selected" else 2, generator)
     selection = Selection.from_mask(mask) if of == "selected" else None
     lengths = torch.randint(t // 2, t + 1, (b,), device=device, generator=generator)
-    for options in ({}, {"lengths": lengths, "scale": 0.2, "scale_idx": 0.7}):
+    more = {"lengths": lengths, "scale": 0.2, "scale_idx": 0.7}
+    for options in ({}, more, {**more, "activation": "relu"}):
         exact, usual = ([x.detach().to(to).requires_grad_() for x in leaves] for to in (torch.float64, torch.float32))
         wanted, plain = (reference(*x, mask, **options) for x in (exact, usual))
         loss = indexer_loss(*leaves, selection=selection, **{"causal": True, **options})
@@ -65,3 +67,16 @@ def test_against_dense(
             part = max(torch.finfo(dtype).eps, 2 * math.log2(t * t) * 2**-24)
             rounded = c + (other.double() - c).abs() + c.abs().max() * part + 1e-9
             assert_close(a, reference64=c, plain=rounded, name=f"gradient of {name}")
+
+
+def test_scores_beyond_the_range_of_exponentials(device: torch.device, generator: torch.Generator) -> None:
+    """A ReLU has no bounds: exp(score) overflows from 89 on."""
+    leaves = operands(1, 2, 1, 70, 16, 4, 16, torch.float32, device, generator)
+    leaves[3].data *= 100
+    loss = indexer_loss(*leaves, causal=True, activation="relu")
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    everything = torch.ones(1, 70, 70, dtype=torch.bool, device=device)
+    wanted = reference(*exact, everything, activation="relu")
+    torch.testing.assert_close(loss.double(), wanted, rtol=1e-5, atol=1e-5)
+    for a, c in zip(torch.autograd.grad(loss, leaves[2:]), torch.autograd.grad(wanted, exact[2:])):
+        assert bool(a.isfinite().all()) and bool((a - c).abs().max() <= 1e-3 * c.abs().max())

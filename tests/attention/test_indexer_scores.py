@@ -21,17 +21,18 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
 @pytest.mark.parametrize("case", CASES)
-def test_scores_and_gradients(case: tuple[Any, ...], dtype: torch.dtype, device: torch.device) -> None:
+def test_scores_and_gradients(case: tuple[Any, ...], activation: Any, dtype: torch.dtype, device: torch.device) -> None:
     given = inputs(case, dtype, device, grad=True)
     lengths = None if case[6] is None else torch.tensor(case[6], device=device, dtype=torch.int32)
     scale = case[4] ** -0.5
-    out = indexer_scores(*given, causal=case[5], lengths=lengths)
+    out = indexer_scores(*given, causal=case[5], lengths=lengths, activation=activation)
     seen = visible(case).to(device)
     assert torch.equal(out == -torch.inf, ~seen) and out.dtype is dtype
     wide = [x.detach().double().requires_grad_() for x in given]
     plain = [x.detach().clone().requires_grad_() for x in given]
-    wanted, usual = dense(*wide, scale), dense(*plain, scale)
+    wanted, usual = dense(*wide, scale, activation), dense(*plain, scale, activation)
     grad = torch.randn(seen.shape, generator=torch.Generator().manual_seed(1)).to(device, dtype) * seen
     zero = torch.zeros((), dtype=dtype, device=device)
     assert_close(
@@ -47,14 +48,15 @@ def test_scores_and_gradients(case: tuple[Any, ...], dtype: torch.dtype, device:
 
 
 @pytest.mark.native
-def test_gradcheck() -> None:
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_gradcheck(activation: Any) -> None:
     case = (2, 2, 3, 5, 4, True, [5, 2])
     given = inputs(case, torch.float64, torch.device("cpu"), grad=True)
     lengths = torch.tensor(case[6])
     seen = visible(case)
 
     def scores(*tensors: Tensor) -> Tensor:
-        return indexer_scores(*tensors, lengths=lengths, causal=True)[seen]
+        return indexer_scores(*tensors, lengths=lengths, causal=True, activation=activation)[seen]
 
     assert torch.autograd.gradcheck(scores, given)
 
@@ -70,12 +72,13 @@ def test_without_bias_any_strides_and_out_dtype(device: torch.device) -> None:
     assert_close(out, reference64=wanted, plain=dense(q, k, w, None, 0.3))
 
 
-def test_nan_and_inf_propagate_where_they_are_seen(device: torch.device) -> None:
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
+def test_nan_and_inf_propagate_where_they_are_seen(activation: Any, device: torch.device) -> None:
     q, k, w, bias = inputs((1, 2, 6, 6, 16), torch.float32, device)
     k[0, 3, 0] = torch.nan
     q[0, 0, 1] = torch.inf
-    out = indexer_scores(q, k, w, bias, causal=True)
-    wanted = dense(q.double(), k.double(), w.double(), bias.double(), 0.25)
+    out = indexer_scores(q, k, w, bias, causal=True, activation=activation)
+    wanted = dense(q.double(), k.double(), w.double(), bias.double(), 0.25, activation)
     seen = visible((1, 2, 6, 6, 16, True, None))[0].to(device)
     assert torch.equal(out[0].isnan(), wanted[0].isnan() & seen)
 
@@ -124,3 +127,5 @@ def test_bad_input(device: torch.device) -> None:
         indexer_scores(q, k, w, bias, lengths=torch.ones(1, device=device), causal=True)
     with pytest.raises(ValueError, match="scale must be above 0 and finite, got 0"):
         indexer_scores(q, k, w, bias, scale=0.0, causal=True)
+    with pytest.raises(ValueError, match="activation must be one of 'sigmoid', 'relu', got 'tanh'"):
+        indexer_scores(q, k, w, bias, activation="tanh")  # type: ignore[arg-type]

@@ -11,7 +11,8 @@ from torch import Tensor
 from gossamer._core.ops import INTERPRET
 from gossamer.attention import AdaptiveK, Selection, indexer_scores, select_topk, sparse_attention
 from gossamer.attention._torch import select_topk as cpu
-from gossamer.attention.levels import LEVELS
+from gossamer.attention._torch.indexer_scores import gates_of
+from gossamer.attention.levels import LEVELS, ZERO
 from gossamer.attention.records import SelectTopk
 from tests.attention.indexer import dense, inputs, visible
 
@@ -23,27 +24,26 @@ CASES = [
     (2, 1, 5, 300, 64, True, [300, 3]),
     (1, 9, 20, 90, 64, False, None),
     (1, 1, 1, 1, 1, True, None),
+    (2, 9, 3, 150, 20, True, [150, 40]),
 ]
 
 
-def stored(case: tuple[Any, ...], q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None) -> Tensor:
+def stored(
+    case: tuple[Any, ...], q: Tensor, k: Tensor, w: Tensor, bias: Tensor | None, activation: str = "sigmoid"
+) -> Tensor:
     """The keys [B, Tq, Tk] that the backend under test stores for scores, 0 where a query does not see."""
     b, _, tq, tk, d, causal, lengths = case
     seen = visible(case).to(q.device)
     if not (q.is_cuda or INTERPRET):
         wide = torch.promote_types(q.dtype, torch.float32)
-        rows = [
-            cpu.index_keys(
-                q[i].to(wide), k[i].to(wide), w[i].to(wide).sigmoid(), None if bias is None else bias.to(wide), d**-0.5
-            )
-            for i in range(b)
-        ]
+        gates, bias = gates_of(w.to(wide), activation), None if bias is None else bias.to(wide)
+        rows = [cpu.index_keys(q[i].to(wide), k[i].to(wide), gates[i], bias, d**-0.5, activation) for i in range(b)]
         return torch.stack(rows).where(seen, NO_SCORE)
     from gossamer.attention._triton import select_topk as gpu
 
     lengths = None if lengths is None else torch.tensor(lengths, device=q.device)
     given = (q, k, w, None if bias is None else bias.float(), lengths, None, None, 1, 1, 1, "", 1.0, d**-0.5, causal)
-    call = gpu._Call(SelectTopk(*given, window=0, sinks=0, workspace=0, granularity=1))
+    call = gpu._Call(SelectTopk(*given, window=0, sinks=0, workspace=0, granularity=1, activation=activation))
     slab = gpu.Slab(0, b * call.padded, gpu.round_up(tk, gpu.COLUMNS))
     keys = torch.zeros(slab.rows, slab.columns, dtype=torch.int16, device=q.device)
     call.score(slab, keys)
@@ -68,17 +68,17 @@ def lengths_of(case: tuple[Any, ...], device: torch.device) -> Tensor | None:
 KEPT_TOO = [pytest.param(case, 4, 3, marks=[] if case in CASES[2:3] else pytest.mark.full) for case in CASES]
 
 
+@pytest.mark.parametrize("activation", ["sigmoid", "relu"])
 @pytest.mark.parametrize("case, window, sinks", [*((case, 0, 0) for case in CASES), *KEPT_TOO])
 def test_it_is_a_stable_sort(
-    case: tuple[Any, ...], window: int, sinks: int, dtype: torch.dtype, device: torch.device
+    case: tuple[Any, ...], window: int, sinks: int, activation: Any, dtype: torch.dtype, device: torch.device
 ) -> None:
     q, k, w, bias = inputs(case, dtype, device)
     # Runs of equal keys: the k-th has ties nearly everywhere.
     k = k.repeat_interleave(4, 1)[:, : case[3]]
-    found = select_topk(
-        q, k, w, bias, k=25, causal=case[5], lengths=lengths_of(case, device), window=window, sinks=sinks
-    )
-    wanted = sorted_first(stored(case, q, k, w, bias), visible(case).to(device), 25, window, sinks)
+    options = {"causal": case[5], "lengths": lengths_of(case, device), "window": window, "sinks": sinks}
+    found = select_topk(q, k, w, bias, k=25, activation=activation, **options)
+    wanted = sorted_first(stored(case, q, k, w, bias, activation), visible(case).to(device), 25, window, sinks)
     assert torch.equal(found.to_mask(), wanted)
 
 
@@ -89,6 +89,42 @@ def test_stored_scores_are_the_scores(dtype: torch.dtype, device: torch.device) 
     wanted = dense(q.double(), k.double(), w.double(), bias.double(), 32**-0.5) / total * LEVELS + 1
     off = (stored(case, q, k, w, bias) - wanted).where(visible(case).to(device), 0).abs().max()
     assert off <= 1.5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32])
+@pytest.mark.parametrize("size", [1.0, 1e-3, 1e4])
+def test_stored_scores_of_a_relu(size: float, dtype: torch.dtype, device: torch.device) -> None:
+    """Keys are those of numbers of 9 bits and an exponent, of either sign, down to 2^-9 of the sum of |w|."""
+    case = (2, 3, 40, 60, 32, True, None)
+    q, k, w, _ = inputs(case, dtype, device)
+    found = stored(case, q * size, k, w, None, "relu") - ZERO
+    scores = dense(q.double() * size, k.double(), w.double(), None, 32**-0.5, "relu")
+    scores = scores / w.double().abs().sum(-1, keepdim=True)
+    assert bool((scores < -0.01 * size).any()) and bool((scores > 0.01 * size).any()) and bool((scores == 0).any())
+    # The octave of |x| + 1/512, and 512 equal steps in it.
+    fraction, octave = torch.frexp(scores.abs() + 2.0**-9)
+    wanted = ((octave + 8) * 512 + (fraction - 0.5) * 1024) * scores.sign()
+    seen = visible(case).to(device)
+    assert (found - wanted).where(seen, 0).abs().max() <= 0.51 and not found[seen & (scores == 0)].any()
+
+
+def test_ties_at_zero_and_scores_below(device: torch.device) -> None:
+    """Zeros of a ReLU are equal: the first ones are taken, and above those scores below 0 whose weight is negative."""
+    q, k = torch.ones(1, 1, 3, 16, device=device), -torch.ones(1, 300, 16, device=device)
+    k[0, [7, 290]] = torch.tensor([[2.0], [1.0]], device=device)
+    weights = torch.tensor([[[1.0], [-1.0], [0.0]]], device=device)
+    taken = select_topk(q, k, weights, None, k=4, activation="relu").to_indices()[0]
+    assert taken[0, 0].tolist() == [[0, 1, 7, 290], [0, 1, 2, 3], [0, 1, 2, 3]]
+    least = select_topk(q, k, weights, None, k=299, activation="relu").to_mask()[0, 0]
+    assert least[1].logical_not().nonzero().tolist() == [[7]]
+
+
+def test_beyond_its_range_a_relu_saturates_and_nan_ranks_highest(device: torch.device) -> None:
+    q, w = torch.ones(1, 1, 1, 16, device=device), torch.ones(1, 1, 1, device=device)
+    k = torch.zeros(1, 200, 16, device=device)
+    k[0, [3, 50, 60, 100]] = torch.tensor([[torch.nan], [torch.inf], [1e30], [1.0]], device=device)
+    for count, wanted in ((1, [3]), (2, [3, 50]), (3, [3, 50, 60]), (4, [3, 50, 60, 100]), (5, [0, 3, 50, 60, 100])):
+        assert select_topk(q, k, w, None, k=count, activation="relu").to_indices()[0].flatten().tolist() == wanted
 
 
 @pytest.mark.parametrize("case", CASES[:3])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from gossamer.attention import Selection, select_topk, sparse_attention
 from gossamer.testing import assert_close
+from tests.attention.indexer import dense as indexed
 from tests.attention.test_sparse_attention import random_mask, visible
 
 
@@ -19,10 +20,9 @@ def operands(
     return [torch.randn(s, device=device, generator=generator).to(dtype).requires_grad_() for s in shapes]
 
 
-def scores_of(q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor) -> Tensor:
+def scores_of(q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor, activation: str = "sigmoid") -> Tensor:
     """[B, 1, T, T]."""
-    z = q_idx @ k_idx[:, None].transpose(2, 3) * q_idx.shape[3] ** -0.5 + bias[:, None, None]
-    return (z.sigmoid() * w.sigmoid().transpose(1, 2)[..., None]).sum(1, keepdim=True)
+    return indexed(q_idx, k_idx, w, bias, q_idx.shape[3] ** -0.5, activation)[:, None]
 
 
 def dense(
@@ -32,7 +32,7 @@ def dense(
     h, t, d = q.shape[1:]
     keep = visible(mask[:, None], t, t, options.get("causal", True), options.get("lengths"))
     k, v = (x.repeat_interleave(h // k.shape[1], 1) for x in (k, v))
-    scores = scores_of(q_idx, k_idx, w, bias)
+    scores = scores_of(q_idx, k_idx, w, bias, options.get("indexer_activation", "sigmoid"))
     s = q @ k.transpose(2, 3) * (options.get("scale") or d**-0.5) + scores - scores.detach()
     some = keep.any(-1, keepdim=True)
     s = torch.where(some, s.masked_fill(~keep, -math.inf), 0)
@@ -52,20 +52,22 @@ def by_formula(
         grad = towards.float()
         delta = (grad * out.to(leaves[0].dtype).float()).sum(-1, keepdim=True) - of_lse
         g = (p * (grad @ v.transpose(2, 3) - delta)).sum(1, keepdim=True)
-    return torch.autograd.grad((scores_of(*given[3:]) * g).sum(), given[3:])
+    scores = scores_of(*given[3:], options.get("indexer_activation", "sigmoid"))
+    return torch.autograd.grad((scores * g).sum(), given[3:])
 
 
 @pytest.mark.parametrize("case", [(1, 2, 1, 40, 16, 4, 16), (2, 2, 2, 70, 24, 3, 8), (1, 1, 1, 33, 16, 9, 20)], ids=str)
-@pytest.mark.parametrize("through_lse", [False, True])
+@pytest.mark.parametrize("through_lse, activation", [(False, "sigmoid"), (True, "sigmoid"), (True, "relu")])
 def test_against_dense(
-    case: tuple[int, ...], through_lse: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
+    case: tuple[int, ...], through_lse: bool, activation: str, dtype: torch.dtype, device: torch.device,
+    generator: torch.Generator,
+) -> None:  # fmt: skip
     leaves = operands(*case, dtype, device, generator)
     b, t = case[0], case[3]
     mask = random_mask((b, t, t), 0.3, generator)
-    options: dict[str, Any] = {}
+    options: dict[str, Any] = {"indexer_activation": activation}
     if through_lse:
-        options = {"scale": 0.3, "lengths": torch.randint(t // 2, t + 1, (b,), device=device, generator=generator)}
+        options |= {"scale": 0.3, "lengths": torch.randint(t // 2, t + 1, (b,), device=device, generator=generator)}
     towards = torch.randn(leaves[0].shape, device=device, generator=generator).to(dtype)
     selection = Selection.from_mask(mask)
     given = {"indexer": tuple(leaves[3:]), "return_lse": True, "causal": True}

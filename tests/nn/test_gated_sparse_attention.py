@@ -159,10 +159,10 @@ def test_padding_without_a_cache(dense: bool, device: torch.device) -> None:
         ours(x, lengths=given[:2])
 
 
-@pytest.mark.parametrize("granularity", [1, 4])
-def test_straight_through(granularity: int, device: torch.device) -> None:
+@pytest.mark.parametrize("granularity, activation", [(1, "sigmoid"), (4, "sigmoid"), (1, "relu")])
+def test_straight_through(granularity: int, activation: str, device: torch.device) -> None:
     """The indexer gets the gradient of logits to which its scores are added; the rest, and results, stay the same."""
-    module, _ = pair(torch.float32, device, granularity=granularity)
+    module, _ = pair(torch.float32, device, granularity=granularity, indexer_activation=activation)
     x = torch.randn(2, 60, 64, device=device)
     towards = torch.randn(2, 60, 64, device=device)
     names = [name for name, _ in module.named_parameters() if name.startswith("indexer")]
@@ -180,7 +180,8 @@ def test_straight_through(granularity: int, device: torch.device) -> None:
     wide = copy.deepcopy(module).cpu().double()
     taken = module.select(*module.index(x)).to_mask().cpu()
     q, k, v, gate, (q_idx, k_idx, w) = wide.project(x.cpu().double())
-    scores = attention.indexer_scores(q_idx, k_idx, w, wide.indexer.idx_bias, causal=True)[:, None]
+    indexer = (q_idx, k_idx, w, wide.indexer.idx_bias)
+    scores = attention.indexer_scores(*indexer, causal=True, activation=activation)[:, None]
     logits = q @ k.repeat_interleave(2, 1).transpose(2, 3) * 16**-0.5
     logits = (logits + (scores - scores.detach()).where(taken, 0)).masked_fill(~taken, -torch.inf)
     wanted = wide.finish(logits.softmax(-1) @ v.repeat_interleave(2, 1), gate)
@@ -192,6 +193,27 @@ def test_straight_through(granularity: int, device: torch.device) -> None:
         assert torch.equal(module(x), module(x))
     short = module(x[:, :20])  # dense: there is no selection to go through
     assert torch.autograd.grad(short.sum(), module.indexer.idx_bias, allow_unused=True)[0] is None
+
+
+def test_a_relu_selects(device: torch.device) -> None:
+    """By the scores of DeepSeek-V3.2's indexer, with a cache and by a mask of pairs, too."""
+    module = GatedSparseAttention(64, 4, k_base=24, k_min=8, d_indexer=16, indexer_activation="relu").to(device)
+    x = torch.randn(2, 90, 64, device=device)
+    q, k, w = module.index(x)
+    scores = torch.einsum("bhqd,bkd->bhqk", q, k).relu().mul(0.25).mul(w.mT[..., None]).sum(1)
+    seen = torch.ones(90, 90, dtype=torch.bool, device=device).tril()
+    kth = scores.masked_fill(~seen, -torch.inf).sort(-1, descending=True).values[..., 23:24]
+    taken = module.select(q, k, w).to_mask()[:, 0]
+    step = (kth.abs() + w.abs().sum(-1, keepdim=True) / 512) / 256
+    assert bool((taken | ~(seen & (scores > kth + step))).all()) and not bool((taken & (scores < kth - step)).any())
+    with torch.no_grad():
+        whole, cache = module(x), module.cache(2, 90)
+        torch.testing.assert_close(module(x[:, :80], cache=cache), whole[:, :80], rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(module(x[:, 80:], cache=cache), whole[:, 80:], rtol=1e-4, atol=1e-5)
+        by_pairs = module(x, torch.ones(2, 1, 90, 90, dtype=torch.bool, device=device))
+        assert float((by_pairs - whole).abs().max()) < 0.1
+    with pytest.raises(NotImplementedError, match='adaptive with indexer_activation="relu" is not implemented'):
+        module.adaptive = "entropy"
 
 
 def test_hooks_are_heeded(device: torch.device) -> None:
@@ -228,6 +250,7 @@ def _compare(ours: nn.Module, reference: nn.Module, x: Tensor, mask: Tensor | No
         ({"head_dim": 7}, "head_dim be even, got 4, 4 and 7"),
         ({"d_indexer": 0}, "d_indexer must be at least 1, got 0"),
         ({"granularity": 2}, "granularity must be 1 or 4, got 2"),
+        ({"indexer_activation": "tanh"}, "indexer_activation must be one of 'sigmoid', 'relu', got 'tanh'"),
         ({"indexer_gradient": "kl"}, 'indexer_gradient must be "none" or "straight_through", got \'kl\''),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

@@ -9,7 +9,7 @@ from torch import Tensor
 from gossamer._core import autocast, checks
 from gossamer._core.operator import register
 from gossamer.attention._torch import indexer_loss as _cpu
-from gossamer.attention.indexer_scores import scale_of
+from gossamer.attention.indexer_scores import IndexerActivation, scale_of
 from gossamer.attention.records import IndexerLoss
 from gossamer.attention.selection import Selection, everything
 from gossamer.attention.sparse_attention import check, check_indexer, sparse_attention
@@ -29,33 +29,35 @@ def indexer_loss(
     scale_idx: float | None = None,
     causal: bool = False,
     lengths: Tensor | None = None,
+    activation: IndexerActivation = "sigmoid",
 ) -> Tensor:
     """The loss of an indexer that learns from attention: the Kullback-Leibler divergence of its distribution over keys.
 
     For each query, attention's probabilities, averaged over heads, are the target, and the softmax of the scores
-    sum_i sigmoid(w_i) sigmoid(q_idx_i . k_idx * scale_idx + bias_i) is the prediction; both over the same keys: those
-    that the query takes, or all that it sees, for a warm-up. Nothing of the size T * T is in memory but the bits of a
-    selection, T * T / 8 bytes.
+    of `indexer_scores`, with scale_idx and the activation, is the prediction; both over the same keys: those that the
+    query takes, or all that it sees, for a warm-up. Nothing of the size T * T is in memory but the bits of a selection,
+    T * T / 8 bytes.
 
     Args:
         q: `[B, H, T, D]`, float, D at most 256. No gradient goes to q and k.
         k: `[B, G, T, D]`, dtype and device of q; G divides H.
         q_idx: `[B, Hi, T, Di]`, dtype of q.
         k_idx: `[B, T, Di]`, dtype of q.
-        w: `[B, T, Hi]`, before its sigmoid.
+        w: `[B, T, Hi]`, before its sigmoid where the activation is one.
         bias: `[Hi]`.
         selection: of T queries and T keys, with one scope; None for all visible keys.
         lse: float32 `[B, H, T]`, of attention over these very keys, as `sparse_attention` returns it; None computes it.
         scale: of attention; above 0; None for D ** -0.5.
         scale_idx: of the indexer; above 0; None for Di ** -0.5.
         causal, lengths: as in `sparse_attention`; queries from lengths[b] on are left out, too.
+        activation: of the indexer, as in `indexer_scores`.
 
     Returns:
         float32 (float64 for float64), the mean over all queries that take a key. Differentiable in q_idx, k_idx, w and
         bias once, deterministically; the gradients are computed together with the loss.
 
     Raises:
-        ValueError: shapes or devices do not fit.
+        ValueError: shapes or devices do not fit, or there is no such activation.
         TypeError: dtypes differ.
         NotImplementedError: a second derivative, or on the GPU more than 16 heads of the indexer.
 
@@ -74,7 +76,7 @@ def indexer_loss(
     if selection is None:
         selection = everything(q.shape[0], q.shape[2], q.shape[2], q.device)
     check(OPERATOR, q, k, k, selection, lengths)
-    check_indexer(OPERATOR, (q_idx, k_idx, w, bias), q, selection)
+    check_indexer(OPERATOR, (q_idx, k_idx, w, bias), activation, q, selection)
     scale = scale_of(OPERATOR, scale, q.shape[-1])
     scale_idx = scale_of(OPERATOR, scale_idx, q_idx.shape[-1], "scale_idx")
     q, k = q.detach(), k.detach()
@@ -86,7 +88,7 @@ def indexer_loss(
     else:
         checks.shape(OPERATOR, "lse", lse, tuple(q.shape[:3]), "[B, H, T]", "like q")
     given = (q, k, lse.detach(), q_idx, k_idx, w, bias, selection.words, lengths)
-    return _indexer_loss(IndexerLoss(*given, scale, scale_idx, causal))[0]
+    return _indexer_loss(IndexerLoss(*given, scale, scale_idx, causal, activation))[0]
 
 
 OPERATOR = "attention.indexer_loss"

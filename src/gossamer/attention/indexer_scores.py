@@ -1,7 +1,7 @@
 """The gated indexer's scores, as a matrix."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -10,6 +10,9 @@ from gossamer._core import autocast, checks
 from gossamer._core.operator import register
 from gossamer.attention._torch import indexer_scores as _cpu
 from gossamer.attention.records import IndexerScores, IndexerScoresBackward
+
+IndexerActivation = Literal["sigmoid", "relu"]
+"""Of the products of the indexer's queries and keys; see `indexer_scores`."""
 
 
 def indexer_scores(
@@ -21,6 +24,7 @@ def indexer_scores(
     scale: float | None = None,
     causal: bool = False,
     lengths: Tensor | None = None,
+    activation: IndexerActivation = "sigmoid",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Sum over the indexer's heads of sigmoid(w) * sigmoid(q_idx . k_idx * scale + bias), -inf where a key is not seen.
@@ -30,13 +34,15 @@ def indexer_scores(
     Args:
         q_idx: `[B, Hi, Tq, Di]`, float, any strides.
         k_idx: `[B, Tk, Di]`, shared by the heads; the dtype and device of q_idx.
-        w: `[B, Tq, Hi]`, float: the heads' weights before their sigmoid.
+        w: `[B, Tq, Hi]`, float: the heads' weights, before their sigmoid where the activation is one.
         bias: `[Hi]`, float, added in float32, or None.
         scale: of the products; None for Di ** -0.5.
         causal: a query sees the keys up to its own. The last query is aligned with the last key, and with `lengths`
             with the last key of its batch element; where that has fewer keys than there are queries, the first is
             aligned with the first. At most as many queries as keys.
         lengths: int32 or int64 `[B]`, how many of the Tk keys each batch element has, or None for all.
+        activation: `"sigmoid"`, or `"relu"` for the sum of w * relu(q_idx . k_idx * scale + bias), in which w may have
+            either sign: without bias the lightning indexer of DeepSeek-V3.2.
         out_dtype: of the result; None for the dtype of q_idx.
 
     Returns:
@@ -44,30 +50,33 @@ def indexer_scores(
         16-bit inputs the sigmoids are its own approximation, off by 1e-5.
 
     Raises:
-        ValueError: shapes or devices do not fit.
+        ValueError: shapes or devices do not fit, or there is no such activation.
         TypeError: dtypes differ or are not floating.
         NotImplementedError: on the GPU, Di above 1,024 (512 for float32).
 
-    Source: Gated Sparse Attention (arXiv 2601.15305), its gated indexer.
+    Source: Gated Sparse Attention (arXiv 2601.15305), its gated indexer; DeepSeek-V3.2, section 2.1 (2512.02556).
 
     >>> one = torch.zeros(1, 1, 1, 1)
     >>> indexer_scores(one, one[0], one[0]).tolist()
     [[[0.25]]]
     """
     operator = "attention.indexer_scores"
-    check_inputs(operator, q_idx, k_idx, w, bias, lengths, causal)
+    check_inputs(operator, q_idx, k_idx, w, bias, lengths, causal, activation)
     checks.float_dtype(operator, "out_dtype", out_dtype, "None gives the dtype of q_idx.")
     if autocast.enabled(q_idx.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     checks.same_dtype(operator, "q_idx", q_idx, k_idx=k_idx)
     scale = scale_of(operator, scale, q_idx.shape[3])
-    return _indexer_scores(IndexerScores(q_idx, k_idx, w, bias, lengths, scale, causal, out_dtype or q_idx.dtype))
+    options = (scale, causal, activation, out_dtype or q_idx.dtype)
+    return _indexer_scores(IndexerScores(q_idx, k_idx, w, bias, lengths, *options))
 
 
 def check_inputs(
-    operator: str, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor | None, lengths: Tensor | None, causal: bool
-) -> None:
+    operator: str, q_idx: Tensor, k_idx: Tensor, w: Tensor, bias: Tensor | None, lengths: Tensor | None, causal: bool,
+    activation: str,
+) -> None:  # fmt: skip
     """Raises where the indexer's inputs do not fit each other."""
+    check_activation(operator, "activation", activation)
     optional = {} if bias is None else {"bias": bias}
     checks.floating(operator, q_idx=q_idx, k_idx=k_idx, w=w, **optional)
     if q_idx.dim() != 4:
@@ -90,6 +99,12 @@ def check_inputs(
             f"{operator}: with causal=True there must be as many keys as queries or more, got Tq = {tq} and "
             f"Tk = {k_idx.shape[1]}. Use causal=False, or drop queries that come before the first key."
         )
+
+
+def check_activation(operator: str, argument: str, activation: str) -> None:
+    if activation not in get_args(IndexerActivation):
+        known = ", ".join(map(repr, get_args(IndexerActivation)))
+        raise ValueError(f"{operator}: {argument} must be one of {known}, got {activation!r}.")
 
 
 def scale_of(operator: str, scale: float | None, width: int, argument: str = "scale") -> float:

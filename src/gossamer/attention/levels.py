@@ -10,5 +10,12 @@ RULES = ("variance", "entropy", "learned")
 LONG_ROW = 32768
 """Scores of a query beyond which a GPU lists those that may be among the highest."""
 
+ZERO = 15871
+"""The key of a score of 0 where the activation is "relu". A score x below or above it, divided by the sum of the
+weights' magnitudes, has the key of the upper bits of |x| + TINY, as a float32: 512 keys an octave."""
+TINY = 2.0**-9
+FIRST_BITS, STEP_BITS = 0x3B000000 - (1 << 13), 14
+"""The bits of TINY less half a step, which rounds, and the lower bits that are shifted away."""
+
 GROWTH = 16
 """Entries by which a list of candidates grows at most before its room is looked at: with less of it a list is full."""

@@ -60,6 +60,7 @@ class IndexerScores(NamedTuple):
     lengths: Tensor | None
     scale: float
     causal: bool
+    activation: str
     out_dtype: torch.dtype
 
 
@@ -74,6 +75,7 @@ class IndexerScoresBackward(NamedTuple):
     lengths: Tensor | None
     scale: float
     causal: bool
+    activation: str
 
 
 class SelectTopk(NamedTuple):
@@ -97,6 +99,7 @@ class SelectTopk(NamedTuple):
     sinks: int
     workspace: int
     granularity: int
+    activation: str
 
     @property
     def bounds(self) -> tuple[int, int, int]:
@@ -125,6 +128,7 @@ class SparseAttention(NamedTuple):
     w: Strided | None
     bias: Strided | None
     scale_idx: float
+    activation: str
 
 
 class SparseAttentionBwd(NamedTuple):
@@ -161,6 +165,7 @@ class IndexerLoss(NamedTuple):
     scale: float
     scale_idx: float
     causal: bool
+    activation: str
 
     @property
     def indexer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -188,6 +193,7 @@ class StraightThrough(NamedTuple):
     causal: bool
     drop: int
     seed: Tensor | None
+    activation: str
 
     @property
     def indexer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch.utils import _pytree
 from gossamer._core import autocast, checks
 from gossamer._core.operator import register
 from gossamer.attention._torch import select_topk as _cpu
-from gossamer.attention.indexer_scores import check_inputs, scale_of
+from gossamer.attention.indexer_scores import IndexerActivation, check_inputs, scale_of
 from gossamer.attention.levels import RULES
 from gossamer.attention.records import QUERIES, SelectTopk
 from gossamer.attention.selection import Selection
@@ -108,6 +108,7 @@ def select_topk(
     lengths: Tensor | None = None,
     window: int = 0,
     sinks: int = 0,
+    activation: IndexerActivation = "sigmoid",
     workspace: int | None = None,
     granularity: int = 1,
 ) -> Selection:
@@ -116,11 +117,14 @@ def select_topk(
     Exact: the selection is that of a stable descending sort of the stored scores, ties to the lowest index, whatever
     the workspace, the batch and the run. So of two keys whose scores differ by less than a step of these, either may be
     taken. Scores are stored as integers that divide the range from 0 to the sum of the
-    query's gates, sigmoid(w), into 31,741 equal steps; NaN ranks highest.
+    query's gates, sigmoid(w), into 31,741 equal steps; NaN ranks highest. With the activation `"relu"`, where x is a
+    score divided by the query's sum of |w|, a step is at most 1/512 of |x| + 1/512, and beyond 4 million scores of one
+    sign are equal.
 
     Args:
-        q_idx, k_idx, w, bias, scale, causal, lengths: as in `indexer_scores`. No gradient passes.
-        k: how many keys a query takes, if it sees as many; or an `AdaptiveK`, which finds k query by query.
+        q_idx, k_idx, w, bias, scale, causal, lengths, activation: as in `indexer_scores`. No gradient passes.
+        k: how many keys a query takes, if it sees as many; or an `AdaptiveK`, which finds k query by query from scores
+            of the activation `"sigmoid"`.
         window: the most recent keys that a query always takes, itself among them. They count among the k.
         sinks: the first keys that a query always takes. window + sinks may be at most k, or k_min.
         workspace: bytes for scores; None for 256 MiB, or the need of one block of 64 queries, which is the least: 128 *
@@ -137,7 +141,7 @@ def select_topk(
     Raises:
         ValueError: shapes or devices do not fit; k, window, sinks or workspace out of range.
         TypeError: dtypes differ or are not floating, or k is neither an int nor an `AdaptiveK`.
-        NotImplementedError: on the GPU, Di above 1,024 (512 for float32).
+        NotImplementedError: an `AdaptiveK` with `"relu"`, or on the GPU, Di above 1,024 (512 for float32).
 
     Source: Gated Sparse Attention (arXiv 2601.15305), its top-k selector; this package's own algorithm.
 
@@ -146,17 +150,19 @@ def select_topk(
     [[[[0, -1], [0, 1], [0, 1]]]]
     """
     operator = "attention.select_topk"
-    check_inputs(operator, q_idx, k_idx, w, bias, lengths, causal)
+    check_inputs(operator, q_idx, k_idx, w, bias, lengths, causal, activation)
     if autocast.enabled(q_idx.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
     checks.same_dtype(operator, "q_idx", q_idx, k_idx=k_idx)
+    if isinstance(k, AdaptiveK) and activation == "relu":
+        raise NotImplementedError(f'{operator}: an AdaptiveK with activation="relu" is not implemented. Give k as int.')
     rule = _rule(operator, k, q_idx.device)
     _, _, base, least, most, *_ = rule
     _check_granularity(operator, granularity, (least, base, most))
     _check_kept(operator, window, sinks, least, granularity)
     tk = k_idx.shape[1]
     bias = None if bias is None else bias.detach().float()
-    options = (causal, window, sinks, workspace_of(operator, workspace, tk), granularity)
+    options = (causal, window, sinks, workspace_of(operator, workspace, tk), granularity, activation)
     scale = scale_of(operator, scale, q_idx.shape[3])
     call = SelectTopk(q_idx.detach(), k_idx.detach(), w.detach(), bias, lengths, *rule, scale, *options)
     return Selection(_select_topk(call), q_idx.shape[2])

@@ -13,7 +13,7 @@ from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.attention._torch import indexer_loss as _indexer
 from gossamer.attention._torch import sparse_attention as _cpu
-from gossamer.attention.indexer_scores import check_inputs, scale_of
+from gossamer.attention.indexer_scores import IndexerActivation, check_inputs, scale_of
 from gossamer.attention.records import SparseAttention, SparseAttentionBwd, StraightThrough
 from gossamer.attention.selection import Selection
 
@@ -46,6 +46,7 @@ def sparse_attention(  # type: ignore[misc]
     page_table: Tensor | None = None,
     path: Path | None = None,
     indexer: IndexerInputs | None = None,
+    indexer_activation: IndexerActivation = "sigmoid",
 ) -> Tensor | tuple[Tensor, Tensor]:
     """softmax(q k^T * scale) v over the keys that each query takes.
 
@@ -78,6 +79,7 @@ def sparse_attention(  # type: ignore[misc]
             for a gradient straight through the selection: that of the selected keys' logits, as if the scores, with a
             scale of Di ** -0.5, had been added to them. Nothing else changes. For a selection of one scope, T queries
             and T keys.
+        indexer_activation: of these scores, as in `indexer_scores`.
         path: how the GPU goes about it, "decode", "tiles" or "lists"; None for the choice of `choose_path`.
 
     Returns:
@@ -125,9 +127,9 @@ def sparse_attention(  # type: ignore[misc]
         q, k, v = autocast.cast(q, k, v)  # type: ignore[assignment]
     scale, chosen = settings
     given = (q, k, v, selection.words, lengths, page_table, scale, causal, chosen, *drop)
-    call = SparseAttention(*given, None, None, None, None, 1.0)
+    call = SparseAttention(*given, None, None, None, None, 1.0, indexer_activation)
     if indexer is not None:
-        q_idx, k_idx, w, bias = _indexer_inputs(indexer, q, selection)
+        q_idx, k_idx, w, bias = _indexer_inputs(indexer, indexer_activation, q, selection)
         width = max(q_idx.shape[3], 1)
         call = call._replace(q_idx=q_idx, k_idx=k_idx, w=w, bias=bias, scale_idx=width**-0.5)
     out, lse = sparse_attention_operator(call)
@@ -243,11 +245,11 @@ def _check_pages(
 MAX_INDEXER_HEADS = 16
 
 
-def check_indexer(operator: str, indexer: IndexerInputs, q: Tensor, selection: Selection) -> None:
+def check_indexer(operator: str, indexer: IndexerInputs, activation: str, q: Tensor, selection: Selection) -> None:
     """Shapes and devices fit q and the selection."""
     q_idx, k_idx, w, bias = indexer
     checks.same_device(operator, "q", q.device, q_idx=q_idx)
-    check_inputs(operator, q_idx, k_idx, w, bias, None, causal=False)
+    check_inputs(operator, q_idx, k_idx, w, bias, None, False, activation)
     (b, _, t, _), n = q.shape, q_idx.shape[1]
     checks.shape(operator, "q_idx", q_idx, (b, n, t, q_idx.shape[3]), "[B, Hi, T, Di]", "like q")
     checks.shape(operator, "k_idx", k_idx, (b, t, q_idx.shape[3]), "[B, T, Di]", "like q")
@@ -262,11 +264,11 @@ def check_indexer(operator: str, indexer: IndexerInputs, q: Tensor, selection: S
         )
 
 
-def _indexer_inputs(indexer: IndexerInputs, q: Tensor, selection: Selection) -> IndexerInputs:
+def _indexer_inputs(indexer: IndexerInputs, activation: str, q: Tensor, selection: Selection) -> IndexerInputs:
     """The indexer's inputs, checked, and in the dtype of q where autocast is on."""
     if not isinstance(indexer, tuple) or len(indexer) != 4:
         raise TypeError(f"{OPERATOR}: indexer must be (q_idx, k_idx, w, bias), got {type(indexer).__name__}.")
-    check_indexer(OPERATOR, indexer, q, selection)
+    check_indexer(OPERATOR, indexer, activation, q, selection)
     q_idx, k_idx, w, bias = indexer
     if autocast.enabled(q.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
@@ -302,7 +304,8 @@ def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mappi
         made.update(zip("qkv", steps))
     if needs.q_idx or needs.k_idx or needs.w or needs.bias:
         indexer = cast(IndexerInputs, (call.q_idx, call.k_idx, call.w, call.bias))
-        steps = _straight_through(StraightThrough(*attended, *indexer, *selected, call.scale_idx, call.causal, *drop))
+        scored = (*attended, *indexer, *selected, call.scale_idx, call.causal, *drop)
+        steps = _straight_through(StraightThrough(*scored, activation=call.activation))
         made.update(zip(("q_idx", "k_idx", "w", "bias"), steps))
     return {name: grad for name, grad in made.items() if getattr(needs, name)}
 

@@ -16,6 +16,7 @@ from gossamer._core.compiling import together
 from gossamer._core.ops import needs_gradient
 from gossamer._core.ranges import span
 from gossamer.attention.adaptive_k import numbers_of_keys, score_statistics
+from gossamer.attention.indexer_scores import IndexerActivation, check_activation
 from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.attention.selection import everything
 from gossamer.attention.sparse_attention import FEW_QUERIES
@@ -83,6 +84,8 @@ class GatedSparseAttention(nn.Module):
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
         indexer_gradient: "none", or "straight_through" for the gradient that `attention.sparse_attention` gives the
             indexer, and x through it, where it has selected.
+        indexer_activation: `"sigmoid"`, or `"relu"` for the scores of DeepSeek-V3.2's lightning indexer, to which
+            idx_bias adds biases; see `attention.indexer_scores`. An adaptive rule is for `"sigmoid"` alone.
         dtype, device: of the parameters; those of an adaptive rule are float32.
 
     Raises:
@@ -126,6 +129,7 @@ class GatedSparseAttention(nn.Module):
         rope_theta: float = 10000.0,
         granularity: int = 1,
         indexer_gradient: Literal["none", "straight_through"] = "none",
+        indexer_activation: IndexerActivation = "sigmoid",
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
@@ -157,7 +161,8 @@ class GatedSparseAttention(nn.Module):
                 f'{OPERATOR}: indexer_gradient must be "none" or "straight_through", got {indexer_gradient!r}.'
             )
         self.k_min, self.k_base, self.k_max, self.granularity = k_min, k_base, k_max, granularity
-        self.indexer_gradient = indexer_gradient
+        self.indexer_gradient, self.indexer_activation = indexer_gradient, indexer_activation
+        check_activation(OPERATOR, "indexer_activation", indexer_activation)
         self.set_adaptive(adaptive, device)
         self.dense = False
         options = {"dtype": dtype, "device": device}
@@ -190,6 +195,10 @@ class GatedSparseAttention(nn.Module):
     ) -> None:
         """Sets the rule, and puts its state on a device."""
         self.adaptive_k: AdaptiveRule | None = None
+        if adaptive is not None and self.indexer_activation != "sigmoid":
+            raise NotImplementedError(
+                f'{OPERATOR}: adaptive with indexer_activation="relu" is not implemented, got {adaptive!r}. Give None.'
+            )
         if isinstance(adaptive, str):
             self.adaptive_k = AdaptiveRule(adaptive, self.k_min, self.k_base, self.k_max, device)
         elif isinstance(adaptive, attention.AdaptiveK):
@@ -329,9 +338,9 @@ class GatedSparseAttention(nn.Module):
                     f"{OPERATOR}: attention_mask [B, 1, T, T] with adaptive or granularity is not implemented. Give "
                     "one of [B, T], or a selection."
                 )
-            scores = attention.indexer_scores(*index, self.indexer.idx_bias, causal=True)[:, None].masked_fill(
-                ~allowed, -torch.inf
-            )
+            inputs, activation = (*index, self.indexer.idx_bias), self.indexer_activation
+            scores = attention.indexer_scores(*inputs, causal=True, activation=activation)[:, None]
+            scores = scores.masked_fill(~allowed, -torch.inf)
             # Sorted stably: of equal scores the first ones win.
             best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
             allowed = torch.zeros_like(allowed).scatter(3, best, True) & allowed
@@ -390,7 +399,8 @@ class GatedSparseAttention(nn.Module):
             if self.indexer_gradient != "none" and q.shape[2] == k.shape[2] and needs_gradient(*scored_by):
                 through = scored_by
         with span("gsa/sparse_attn"):
-            return attention.sparse_attention(q, k, v, selection, lengths=lengths, indexer=through, causal=True)
+            scored: dict[str, Any] = {"indexer": through, "indexer_activation": self.indexer_activation}
+            return attention.sparse_attention(q, k, v, selection, lengths=lengths, causal=True, **scored)
 
     def _with_cache(
         self,
@@ -557,10 +567,10 @@ class GatedSparseAttention(nn.Module):
                 f'{OPERATOR}: adaptive="variance" has to know the usual variance of scores. Call calibrate(x), load a '
                 "state_dict that has adaptive_k.mean, or give an attention.AdaptiveK with a mean."
             )
-        inputs, granularity = (q, k, w, self.indexer.idx_bias), self.granularity
+        given = (q, k, w, self.indexer.idx_bias, self.adaptive or self.k_base)
+        options: dict[str, Any] = {"granularity": self.granularity, "activation": self.indexer_activation}
         with span("gsa/topk_select"):
-            number = self.adaptive or self.k_base
-            return attention.select_topk(*inputs, number, causal=True, lengths=lengths, granularity=granularity)
+            return attention.select_topk(*given, causal=True, lengths=lengths, **options)
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"

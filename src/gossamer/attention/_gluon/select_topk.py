@@ -29,6 +29,8 @@ from gossamer.attention import levels
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
 LEVELS = gl.constexpr(levels.LEVELS)
+ZERO, TINY = gl.constexpr(levels.ZERO), gl.constexpr(levels.TINY)
+FIRST_BITS, STEP_BITS = gl.constexpr(levels.FIRST_BITS), gl.constexpr(levels.STEP_BITS)
 WHOLE = gl.constexpr(0x4B000000)
 """The bits of 2^23 as a float32, whose low ones a key is."""
 KEPT = gl.constexpr(0x4B000000 + 31744)
@@ -43,35 +45,52 @@ LAYOUTS = {rank: gl.NVMMASharedLayout(128, 16, rank) for rank in (3, 4)}
 
 
 @gluon.jit
-def tanh(x):
-    return gl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], gl.float32, True, 1)
+def activated(x, RELU: gl.constexpr):
+    """tanh(x), or relu(x), where the larger of NaN and 0 is NaN."""
+    CODE: gl.constexpr = "max.NaN.f32 $0, $1, 0f00000000;" if RELU else "tanh.approx.f32 $0, $1;"
+    return gl.inline_asm_elementwise(CODE, "=f,f", [x], gl.float32, True, 1)
 
 
 @gluon.jit
-def gates_of(w_ptr, rows, h, Tq, HEADS: gl.constexpr):
-    """sigmoid of a head's weights at queries of one batch element; 0 past the last query."""
-    w = gl.load(w_ptr + rows.to(gl.int64) * HEADS + h, mask=rows < Tq, other=float("-inf"))
-    return 1.0 / (1.0 + gl.exp(-w.to(gl.float32)))
+def gates_of(w_ptr, rows, h, Tq, HEADS: gl.constexpr, RELU: gl.constexpr):
+    """sigmoid of a head's weights at queries of one batch element, or with RELU the weights; 0 past the last query."""
+    w = gl.load(w_ptr + rows.to(gl.int64) * HEADS + h, mask=rows < Tq, other=0.0 if RELU else float("-inf"))
+    return w.to(gl.float32) if RELU else 1.0 / (1.0 + gl.exp(-w.to(gl.float32)))
 
 
 @gluon.jit
-def factors(w_ptr, bias_ptr, rows, Tq, HEADS: gl.constexpr):
+def factors(w_ptr, bias_ptr, rows, Tq, HEADS: gl.constexpr, RELU: gl.constexpr):
     """(the least score of a key, each head's weight, each head's bias), so that tanh takes the place of sigmoid: as
-    sigmoid(x) = (1 + tanh(x / 2)) / 2, the constant terms are added once."""
+    sigmoid(x) = (1 + tanh(x / 2)) / 2, the constant terms are added once. With RELU weights are divided by the sum of
+    their magnitudes alone, and there is no least score."""
+    PART: gl.constexpr = 1.0 if RELU else 0.5
     total = gl.zeros_like(rows).to(gl.float32)
     for h in gl.static_range(HEADS):
-        total += gates_of(w_ptr, rows, h, Tq, HEADS)
+        total += gl.abs(gates_of(w_ptr, rows, h, Tq, HEADS, RELU))
     # A query all of whose gates are closed scores 0 everywhere.
-    norm = gl.where(total == 0, 0.0, LEVELS / total) * 0.5
+    norm = gl.where(total == 0, 0.0, (1.0 if RELU else LEVELS) / total) * PART
     weights = ()
     biases = ()
     for h in gl.static_range(HEADS):
-        weights = weights + (gl.expand_dims(gates_of(w_ptr, rows, h, Tq, HEADS) * norm, 1),)
+        weights = weights + (gl.expand_dims(gates_of(w_ptr, rows, h, Tq, HEADS, RELU) * norm, 1),)
         if bias_ptr is None:
             biases = biases + (0.0,)
         else:
-            biases = biases + (gl.load(bias_ptr + h).to(gl.float32) * 0.5,)
-    return gl.expand_dims(1.0 + norm * total, 1), weights, biases
+            biases = biases + (gl.load(bias_ptr + h).to(gl.float32) * PART,)
+    return gl.expand_dims(gl.zeros_like(total) if RELU else 1.0 + norm * total, 1), weights, biases
+
+
+@gluon.jit
+def key_of(score, RELU: gl.constexpr):
+    """A score as `_triton/select_topk.py` stores it, in the low bits of a float32."""
+    if RELU:
+        bits = score.to(gl.int32, bitcast=True)
+        steps = (gl.abs(score) + TINY).to(gl.int32, bitcast=True) - FIRST_BITS
+        steps = gl.minimum(steps >> STEP_BITS, ZERO - 1)
+        return WHOLE + gl.where(score == score, ZERO + gl.where(bits < 0, -steps, steps), 31743)
+    else:
+        # The GPU's smaller of NaN and a number is the number. Adding 2^23 rounds to an integer, in the low bits.
+        return (gl.minimum(score, 31743.0) + 8388608.0).to(gl.int32, bitcast=True)
 
 
 @gluon.jit
@@ -195,6 +214,7 @@ def list_tile(lists, at, whole, begin, bound, slots):
 def _index_keys_kernel(
     q_desc, k_desc, w_ptr, bias_ptr, lengths_ptr, keys_ptr, bound_ptr, counts_ptr, flags_ptr, first, Tq, padded, Tk,
     stride, ahead, window, sinks, scale, HEADS: gl.constexpr, STAGES: gl.constexpr, UNIT: gl.constexpr,
+    RELU: gl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, block of rows of the slab), the longest rows first; of blocks that are marked, where
     there are marks. `k_desc` has one of UNIT keys. With `bound_ptr`, `keys_ptr` are lists, with always-kept keys."""
@@ -230,8 +250,8 @@ def _index_keys_kernel(
             fetch(k_desc, ring, ready, i, batch, (part + i * parts) * BLOCK_N, i <= steps, STAGES)
         rows = begin + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(1, scores))
         visible = gl.where(rows < Tq, units(gl.minimum(rows + offset, length), UNIT), 0)
-        lowest, weights, biases = factors(w_ptr + batch.to(gl.int64) * Tq * HEADS, bias_ptr, rows, Tq, HEADS)
-        scale *= 0.5
+        lowest, weights, biases = factors(w_ptr + batch.to(gl.int64) * Tq * HEADS, bias_ptr, rows, Tq, HEADS, RELU)
+        scale *= 1.0 if RELU else 0.5
         none = gl.zeros([BLOCK_M, BLOCK_N], gl.float32, scores)
         column = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, scores))
         if bound_ptr is None:
@@ -251,11 +271,8 @@ def _index_keys_kernel(
                 else:
                     mbarrier.wait(ready.index((step + 1) % STAGES), (step + 1) // STAGES & 1)
                     x = product(queries, ring, 0, (step + 1) % STAGES, none)
-                score = score + weights[h] * tanh(found * scale + biases[h])
-            # The GPU's smaller of NaN and a number is the number.
-            score = gl.minimum(score, 31743.0)
-            # Adding 2^23 rounds to an integer, in the low bits.
-            whole = (score + 8388608.0).to(gl.int32, bitcast=True)
+                score = score + weights[h] * activated(found * scale + biases[h], RELU)
+            whole = key_of(score, RELU)
             if bound_ptr is None:
                 key = whole.to(gl.int16)
                 if at + BLOCK_N > least:
@@ -320,6 +337,7 @@ def launch_index_keys(
     rows: int,
     sizes: tuple[int, ...],
     scale: float,
+    activation: str,
     sparing: Sparing,
 ) -> None:
     """Fills the keys of a slab of so many rows, or their lists; `given` are w, bias, lengths and keys or lists, `sizes`
@@ -329,7 +347,7 @@ def launch_index_keys(
     # No more than fill the last round: a program beyond it would run alone, while all others wait.
     most = ROUNDS * SHARE * tuning.programs(q.device) // blocks
     parts = sparing.parts or max(1, min(launch.cdiv(sizes[4], COLUMNS), most))
-    meta = {"HEADS": q.shape[1], "STAGES": STAGES, "UNIT": sparing.unit}
+    meta = {"HEADS": q.shape[1], "STAGES": STAGES, "UNIT": sparing.unit, "RELU": activation == "relu"}
     args = (*tiles, *given, sparing.bound, sparing.counts, sparing.flags, *sizes, *sparing.kept, scale)
     _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4)
 
@@ -337,6 +355,6 @@ def launch_index_keys(
 EXAMPLES = {
     _index_keys_kernel: {
         "q_desc": [1, 1, ROWS, 64], "k_desc": [1, COLUMNS, 64], "lengths_ptr": None, "keys_ptr": "*i32",
-        "flags_ptr": None, "HEADS": 4, "STAGES": STAGES, "UNIT": 1,
+        "flags_ptr": None, "HEADS": 4, "STAGES": STAGES, "UNIT": 1, "RELU": False,
     },
 }  # fmt: skip

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
+from gossamer.attention._torch.indexer_scores import activated_, derivative, gates_of
 from gossamer.attention._torch.sparse_attention import logits_gradient, probabilities, row_statistics, selected_blocks
 from gossamer.attention.records import IndexerLoss, StraightThrough
 
@@ -41,7 +42,7 @@ def indexer_loss(call: IndexerLoss) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
             yield b, queries, keys, keep, slope
 
-    grads = _gradients(call.indexer, call.scale_idx, blocks())
+    grads = _gradients(call, blocks())
     each = 1 / max(found, 1)
     dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, call.indexer))
     return loss * each, dqi, dki, dw, db
@@ -61,25 +62,27 @@ def straight_through(call: StraightThrough) -> tuple[Tensor, Tensor, Tensor, Ten
 
             yield b, queries, keys, keep, slope
 
-    grads = _gradients(call.indexer, call.scale_idx, blocks())
+    grads = _gradients(call, blocks())
     dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, call.indexer))
     return dqi, dki, dw, db
 
 
-def _gradients(indexer: tuple[Tensor, ...], scale: float, blocks: Iterable[Block]) -> tuple[Tensor, ...]:
+def _gradients(call: IndexerLoss | StraightThrough, blocks: Iterable[Block]) -> tuple[Tensor, ...]:
     """Gradients of q_idx, k_idx, w and bias, in the dtype that is computed in."""
+    scale, activation, indexer = call.scale_idx, call.activation, call.indexer
     working = torch.promote_types(indexer[0].dtype, torch.float32)
     qi, ki, w, bias = (x.to(working) for x in indexer)
-    weights = w.sigmoid()
+    weights = gates_of(w, activation)
     dqi, dki, dw, db = (torch.zeros(x.shape, dtype=working) for x in (qi, ki, w, bias))
     for b, queries, keys, keep, slope in blocks:
         # A query that takes no key may hold NaN.
         idle = ~keep.any(1)
         rows, weight = qi[b, :, queries].masked_fill(idle[:, None], 0), weights[b, queries].t().masked_fill(idle, 0)
-        u = (rows @ ki[b, keys].t() * scale + bias[:, None, None]).sigmoid()
+        u = activated_(rows @ ki[b, keys].t() * scale + bias[:, None, None], activation)
         g = slope((u * weight[..., None]).sum(0))
-        of_argument = g * weight[..., None] * u * (1 - u)
-        dw[b, queries] += ((g * u).sum(-1) * (weight * (1 - weight))).t()
+        of_argument = g * weight[..., None] * derivative(u, activation)
+        inner = 1 if activation == "relu" else weight * (1 - weight)
+        dw[b, queries] += ((g * u).sum(-1) * inner).t()
         db += of_argument.sum((1, 2))
         dqi[b, :, queries] += of_argument @ ki[b, keys] * scale
         dki[b].index_add_(0, keys, (of_argument.transpose(1, 2) @ rows).sum(0) * scale)

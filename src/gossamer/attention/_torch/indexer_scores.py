@@ -25,33 +25,48 @@ def working(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def score_rows(q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def gates_of(w: Tensor, activation: str) -> Tensor:
+    """The factors of the heads."""
+    return w if activation == "relu" else w.sigmoid()
+
+
+def activated_(x: Tensor, activation: str) -> Tensor:
+    return x.relu_() if activation == "relu" else x.sigmoid_()
+
+
+def derivative(active: Tensor, activation: str) -> Tensor:
+    """That of the activation, by its value."""
+    return (~(active <= 0)).to(active.dtype) if activation == "relu" else active * (1 - active)
+
+
+def score_rows(q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: float, activation: str) -> Tensor:
     """[R, Tk] from q [Hi, R, Di], k [Tk, Di] and gates [R, Hi], all of one dtype."""
     out = torch.zeros(q.shape[1], k.shape[0], dtype=q.dtype, device=q.device)
     for h in range(q.shape[0]):
         x = q[h] @ k.t() * scale
-        active = (x if bias is None else x.add_(bias[h])).sigmoid_()
+        active = activated_(x if bias is None else x.add_(bias[h]), activation)
         out.addcmul_(gates[:, h, None], active)
     return out
 
 
 def indexer_scores(call: IndexerScores) -> Tensor:
     """Operator `indexer_scores` -> [B, Tq, Tk]."""
-    q, k, w, bias, lengths, scale, causal, out_dtype = call
+    q, k, w, bias, lengths, scale, causal, activation, out_dtype = call
     (b, _, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
     visible = visible_keys(tq, tk, causal, lengths, b, q.device)
     hidden = torch.arange(tk, device=q.device) >= visible[:, :, None]
     out = q.new_empty((b, tq, tk), dtype=out_dtype)
     bias = None if bias is None else bias.to(dtype)
     for i in range(b):
-        scores = score_rows(q[i].to(dtype), k[i].to(dtype), w[i].to(dtype).sigmoid(), bias, scale)
+        gates = gates_of(w[i].to(dtype), activation)
+        scores = score_rows(q[i].to(dtype), k[i].to(dtype), gates, bias, scale, activation)
         out[i] = scores.masked_fill_(hidden[i], -torch.inf)
     return out
 
 
 def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_scores_backward` -> gradients of q, k, w and bias (in the dtype that is computed in)."""
-    grad, q, k, w, bias, lengths, scale, causal = call
+    grad, q, k, w, bias, lengths, scale, causal, activation = call
     (b, heads, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
     visible = visible_keys(tq, tk, causal, lengths, b, q.device)
     hidden = torch.arange(tk, device=q.device) >= visible[:, :, None]
@@ -60,16 +75,16 @@ def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor
     for i in range(b):
         # A key that no query sees may hold NaN.
         end = int(visible[i].max()) if tq else 0
-        keys, gates, unseen = k[i, :end].to(dtype), w[i].to(dtype).sigmoid(), hidden[i, :, :end]
+        keys, gates, unseen = k[i, :end].to(dtype), gates_of(w[i].to(dtype), activation), hidden[i, :, :end]
         given = grad[i, :, :end].to(dtype).masked_fill(unseen, 0)
         for h in range(heads):
             queries = q[i, h].to(dtype)
             x = queries @ keys.t() * scale
-            active = (x if bias is None else x.add_(bias[h].to(dtype))).sigmoid_()
-            through = (given * active).masked_fill_(unseen, 0)
+            active = activated_(x if bias is None else x.add_(bias[h].to(dtype)), activation)
             gate = gates[:, h]
-            dw[i, :, h] = through.sum(1) * gate * (1 - gate)
-            dx = through.mul_(1 - active).mul_(gate[:, None]).masked_fill_(unseen, 0)
+            dgate = (given * active).masked_fill_(unseen, 0).sum(1)
+            dw[i, :, h] = dgate if activation == "relu" else dgate * gate * (1 - gate)
+            dx = derivative(active, activation).mul_(given).mul_(gate[:, None]).masked_fill_(unseen, 0)
             dbias[h] += dx.sum()
             dq[i, h] = dx @ keys * scale
             dk[i, :end] += dx.t() @ queries * scale

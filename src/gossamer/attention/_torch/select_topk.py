@@ -1,25 +1,33 @@
 """From the indexer's inputs to words of selected keys, on the CPU: a slab of queries at a time.
 
 The definition that the kernels share. A query's scores are stored as *keys*, integers from 1 to 31,742 that divide the
-range from 0 to the sum of its gates evenly; 31,743 is NaN. Always-kept keys count as 31,744. A query takes the k first
-in descending order of keys, ties in ascending order of columns. With a granularity of 4 a column is four neighbouring
+range from 0 to the sum of its gates evenly, or with the activation "relu", whose scores have no bounds, numbers of 9
+bits and an exponent, of either sign; 31,743 is NaN. Always-kept keys count as 31,744. A query takes the k first in
+descending order of keys, ties in ascending order of columns. With a granularity of 4 a column is four neighbouring
 keys, and has the largest of those that the query sees.
 """
 
 import torch
 from torch import Tensor
 
-from gossamer.attention._torch.indexer_scores import score_rows, visible_keys, working
+from gossamer.attention._torch.indexer_scores import gates_of, score_rows, visible_keys, working
 from gossamer.attention._torch.selection import words_of_mask
-from gossamer.attention.levels import LEVELS
+from gossamer.attention.levels import FIRST_BITS, LEVELS, STEP_BITS, TINY, ZERO
 from gossamer.attention.records import SelectTopk, WordsOfMask
 
 
-def index_keys(q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: float) -> Tensor:
+def index_keys(
+    q: Tensor, k: Tensor, gates: Tensor, bias: Tensor | None, scale: float, activation: str = "sigmoid"
+) -> Tensor:
     """Keys [R, Tk] of one batch element's queries, int64."""
-    total = gates.sum(1, keepdim=True)
-    gates = torch.where(total == 0, torch.zeros_like(gates), gates * (LEVELS / total))
-    scores = score_rows(q, k, gates, bias, scale)
+    relu = activation == "relu"
+    total = gates.abs().sum(1, keepdim=True)
+    gates = torch.where(total == 0, torch.zeros_like(gates), gates * ((1 if relu else LEVELS) / total))
+    scores = score_rows(q, k, gates, bias, scale, activation)
+    if relu:
+        steps = (scores.abs().float() + TINY).view(torch.int32).sub_(FIRST_BITS) >> STEP_BITS
+        keys = ZERO + steps.clamp_(max=ZERO - 1) * scores.sign().int()
+        return keys.masked_fill_(scores.isnan(), LEVELS + 2).long()
     return (scores + 1).round_().nan_to_num_(nan=LEVELS + 2).long()
 
 
@@ -93,7 +101,7 @@ def take(keys: Tensor, visible: Tensor, k: Tensor, recent: Tensor, sinks: int) -
 def select_topk(call: SelectTopk) -> Tensor:
     """Operator `select_topk`."""
     q, k, w, bias, lengths = call[:5]
-    scale, causal, window, sinks, workspace, granularity = call[12:]
+    scale, causal, window, sinks, workspace, granularity, activation = call[12:]
     (b, _, tq, _), tk, dtype = q.shape, k.shape[1], working(q.dtype)
     visible = visible_keys(tq, tk, causal, lengths, b, q.device)
     mask = torch.zeros(b, 1, tq, tk, dtype=torch.bool, device=q.device)
@@ -101,11 +109,11 @@ def select_topk(call: SelectTopk) -> Tensor:
     # A key and its order are 64-bit integers here.
     rows = max(1, workspace // max(16 * tk, 1))
     for i in range(b):
-        keys_of, gates_of = k[i].to(dtype), w[i].to(dtype).sigmoid()
+        all_keys, all_gates = k[i].to(dtype), gates_of(w[i].to(dtype), activation)
         for first in range(0, tq, rows):
             part = slice(first, first + rows)
-            gates, seen = gates_of[part], visible[i, part]
-            keys = index_keys(q[i, :, part].to(dtype), keys_of, gates, bias, scale)
+            gates, seen = all_gates[part], visible[i, part]
+            keys = index_keys(q[i, :, part].to(dtype), all_keys, gates, bias, scale, activation)
             keys, columns = unit_keys(keys, seen, granularity), -(-seen // granularity)
             wanted = rows_k(call, keys, columns, gates) if call.rule else torch.full_like(seen, call.bounds[1])
             recent = (seen - (window or 1 - granularity)).clamp(min=0) // granularity

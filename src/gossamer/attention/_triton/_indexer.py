@@ -1,19 +1,32 @@
-"""Functions that the kernels of the indexer share: its gates, and the keys that a query sees."""
+"""Functions that the kernels of the indexer share: its activation and gates, and the keys that a query sees."""
 
 import triton
 import triton.language as tl
 
 
 @triton.jit
-def sigmoid(x, FAST: tl.constexpr):
-    """1 / (1 + exp(-x)); FAST takes the GPU's own tanh, half the work, with an error of 1e-5."""
-    if FAST:
-        half = tl.inline_asm_elementwise(
-            "tanh.approx.f32 $0, $1;", "=f,f", [0.5 * x], dtype=tl.float32, is_pure=True, pack=1
-        )
-        return 0.5 * half + 0.5
+def approximate_tanh(x):
+    return tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
+def activated(x, ACTIVATION: tl.constexpr):
+    """relu(x) or sigmoid(x); "tanh" is a sigmoid by the GPU's own tanh, half the work, with an error of 1e-5."""
+    if ACTIVATION == "relu":
+        return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "tanh":
+        return 0.5 * approximate_tanh(0.5 * x) + 0.5
     else:
         return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def derivative(active, ACTIVATION: tl.constexpr):
+    """That of `activated` where its value is `active`."""
+    if ACTIVATION == "relu":
+        return tl.where(active <= 0, 0.0, 1.0)
+    else:
+        return active * (1.0 - active)
 
 
 @triton.jit
@@ -45,10 +58,14 @@ def in_units(visible, window, UNIT: tl.constexpr):
 
 
 @triton.jit
-def load_gates(w_ptr, rows, h, Tq, HEADS: tl.constexpr):
-    """sigmoid of a head's weights at queries of one batch element; 0 past the last query."""
-    w = tl.load(w_ptr + rows.to(tl.int64) * HEADS + h, mask=rows < Tq, other=float("-inf"))
-    return 1.0 / (1.0 + tl.exp(-w.to(tl.float32)))
+def load_gates(w_ptr, rows, h, Tq, HEADS: tl.constexpr, ACTIVATION: tl.constexpr = "sigmoid"):
+    """A head's weights at queries of one batch element, of which a sigmoid is taken unless it is "relu" that activates;
+    0 past the last query."""
+    at = w_ptr + rows.to(tl.int64) * HEADS + h
+    if ACTIVATION == "relu":
+        return tl.load(at, mask=rows < Tq, other=0.0).to(tl.float32)
+    else:
+        return 1.0 / (1.0 + tl.exp(-tl.load(at, mask=rows < Tq, other=float("-inf")).to(tl.float32)))
 
 
 @triton.jit

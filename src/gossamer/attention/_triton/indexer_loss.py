@@ -5,10 +5,9 @@ after head, and its probabilities, or with values the gradients of its logits, a
 heads lie below each other in one product, so that 64 queries of 4 heads are 256 rows. Nothing of the size queries times
 keys is in memory.
 
-Kernels walk the same lists: the first, for the distance alone, sums the exponentials of the indexer's scores (scores
-are sums of sigmoids: no largest one has to be subtracted); the second, a program a block of queries, has the loss and
-the gradients that belong to queries; the third, an item a tile of keys and a group of blocks, those that belong to
-keys, added up in the order of groups as in `sparse_attention_bwd`.
+Kernels walk the same lists: the first, for the distance alone, sums the exponentials of the indexer's scores; the
+second, a program a block of queries, has the loss and the gradients that belong to queries; the third, an item a tile
+of keys and a group of blocks, those that belong to keys, added up in the order of groups as in `sparse_attention_bwd`.
 """
 
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.philox import dropout_weights
+from gossamer.attention._triton._indexer import activated, derivative
 from gossamer.attention._triton._products import stages_of, wide_product
 from gossamer.attention._triton.key_lists import key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
@@ -27,6 +27,8 @@ from gossamer.attention._triton.sparse_attention_bwd import await_entry, row_sta
 from gossamer.attention.records import QUERIES, IndexerLoss, StraightThrough
 
 BLOCK_N: tl.constexpr = tl.constexpr(32)
+LEAST: tl.constexpr = tl.constexpr(-3e38)
+"""Less than any score."""
 PARTS: tl.constexpr = tl.constexpr(8)
 """Blocks of queries whose gradient of a key is summed before it goes to memory."""
 
@@ -44,14 +46,15 @@ def taken(list_ptr, slot, count, capacity, row, rows_held):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes that a kernel is compiled for, as one constexpr: columns of q and v, heads of q that share one of k,
-    heads and columns of the indexer."""
+    """The constants that a kernel is compiled for, as one: columns of q and v, heads of q that share one of k, heads,
+    columns and activation of the indexer."""
 
     d: int
     dv: int
     group: int
     heads: int
     di: int
+    activation: str
 
     @property
     def chunk(self) -> int:
@@ -100,9 +103,9 @@ def over_heads(
 
 
 @triton.jit
-def student(qi, ki, w, bias, scale, NI: tl.constexpr, M: tl.constexpr):
-    """(scores [queries, BLOCK_N], sigmoids of the heads [NI * queries, BLOCK_N]) in float32."""
-    u = tl.sigmoid(tl.dot(qi, ki.T, input_precision="ieee") * scale + bias[:, None])
+def student(qi, ki, w, bias, scale, NI: tl.constexpr, M: tl.constexpr, ACTIVATION: tl.constexpr):
+    """(scores [queries, BLOCK_N], what the heads activate [NI * queries, BLOCK_N]) in float32."""
+    u = activated(tl.dot(qi, ki.T, input_precision="ieee") * scale + bias[:, None], ACTIVATION)
     return tl.sum(tl.reshape(u * w[:, None], (NI, M, u.shape[1])), axis=0), u
 
 
@@ -142,10 +145,10 @@ def keys_of(ki_ptr, batch, key, T, DI: tl.constexpr):
 
 
 @triton.jit
-def slopes(g, u, w, NI: tl.constexpr, M: tl.constexpr):
-    """(gradient of each head's weight, of its sigmoid's argument), [NI * M, BLOCK_N], for g of the scores."""
+def slopes(g, u, w, NI: tl.constexpr, M: tl.constexpr, ACTIVATION: tl.constexpr):
+    """(gradient of each head's weight, of its activation's argument), [NI * M, BLOCK_N], for g of the scores."""
     g = tl.reshape(tl.broadcast_to(g[None, :, :], (NI, M, g.shape[1])), (NI * M, g.shape[1]))
-    return g * u, g * w[:, None] * u * (1 - u)
+    return g * u, g * w[:, None] * derivative(u, ACTIVATION)
 
 
 @triton.jit
@@ -160,22 +163,29 @@ def begin_list(lists_ptr, counts_ptr, batch, first, capacity, M: tl.constexpr):
 @launch.kernel(do_not_specialize=["first"])
 def _indexer_lse_kernel(
     qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_ptr, lists_ptr, counts_ptr, first, T, capacity, scale,
-    HEADS: tl.constexpr, DI: tl.constexpr,
+    SIZES: tl.constexpr,
 ):  # fmt: skip
     """Program (M queries, batch): the logarithm of the sum of the exponentials of the indexer's scores."""
+    HEADS: tl.constexpr = SIZES.heads
+    DI: tl.constexpr = SIZES.di
+    ACTIVATION: tl.constexpr = SIZES.activation
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
     lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, capacity, M)
     qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, query < T, T, HEADS, DI)
     total = tl.zeros([M], tl.float32)
+    largest = tl.full([M], LEAST, tl.float32)
     for start in range(0, count, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
         key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
         keep = taken(lists_ptr, slot, count, capacity, place, query < T)
-        scores, _ = student(qi, keys_of(ki_ptr, batch, key, T, DI), w, bias, scale, NI, M)
-        total += tl.sum(tl.where(keep, tl.exp(scores), 0.0), axis=1)
-    tl.store(lse_ptr + batch * T + query, tl.log(total), mask=query < T)
+        scores, _ = student(qi, keys_of(ki_ptr, batch, key, T, DI), w, bias, scale, NI, M, ACTIVATION)
+        before = largest
+        largest = tl.maximum(before, tl.max(tl.where(keep, scores, LEAST), axis=1))
+        total *= tl.exp(before - largest)
+        total += tl.sum(tl.where(keep, tl.exp(scores - largest[:, None]), 0.0), axis=1)
+    tl.store(lse_ptr + batch * T + query, tl.log(total) + largest, mask=query < T)
 
 
 @launch.kernel(do_not_specialize=["first", "drop"])
@@ -186,10 +196,11 @@ def _indexer_rows_kernel(
     """Program (M queries, batch): without values the loss of each; the gradients of q, w and bias before those are
     summed.
 
-    rows is float32: [B, Hi, T] gradients of the weights after their sigmoid, as many of the biases, losses [B, T].
+    rows is float32: [B, Hi, T] gradients of the weights after a sigmoid, as many of the biases, losses [B, T].
     """
     HEADS: tl.constexpr = SIZES.heads
     DI: tl.constexpr = SIZES.di
+    ACTIVATION: tl.constexpr = SIZES.activation
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
@@ -208,12 +219,12 @@ def _indexer_rows_kernel(
             q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, batch, query, key, keep, T, H, drop, scale, SIZES
         )  # fmt: skip
         ki = keys_of(ki_ptr, batch, key, T, DI)
-        scores, u = student(qi, ki, w, bias, idx_scale, NI, M)
+        scores, u = student(qi, ki, w, bias, idx_scale, NI, M, ACTIVATION)
         if v_ptr is None:
             scores = scores - lse_idx[:, None]
             loss += tl.sum(tl.where(g == 0, 0.0, g * (tl.log(g) - scores)), axis=1)
             g = tl.where(keep, tl.exp(scores), 0.0) - g
-        of_weight, of_argument = slopes(g, u, w, NI, M)
+        of_weight, of_argument = slopes(g, u, w, NI, M, ACTIVATION)
         dw += tl.sum(of_weight, axis=1)
         db += tl.sum(of_argument, axis=1)
         dqi = tl.dot(of_argument.to(ki.dtype), ki, dqi, input_precision="ieee")
@@ -238,6 +249,7 @@ def _indexer_keys_kernel(
     `_sparse_attention_bwd_kv_kernel`."""
     HEADS: tl.constexpr = SIZES.heads
     DI: tl.constexpr = SIZES.di
+    ACTIVATION: tl.constexpr = SIZES.activation
     NI: tl.constexpr = triton.next_power_of_2(HEADS)
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batches = entries // tl.cdiv(T, PARTS * 64)
@@ -270,10 +282,10 @@ def _indexer_keys_kernel(
                 q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, batch, query, key, keep, T, H, drop, scale, SIZES
             )  # fmt: skip
             qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS, DI)
-            scores, u = student(qi, ki, w, bias, idx_scale, NI, M)
+            scores, u = student(qi, ki, w, bias, idx_scale, NI, M, ACTIVATION)
             if v_ptr is None:
                 g = tl.where(keep, tl.exp(scores - lse_idx[:, None]), 0.0) - g
-            _, of_argument = slopes(g, u, w, NI, M)
+            _, of_argument = slopes(g, u, w, NI, M, ACTIVATION)
             dki = tl.dot(tl.trans(of_argument).to(qi.dtype), qi, dki, input_precision="ieee")
         await_entry(plan_ptr, done_ptr + entry - batches, entry - batches)
         mask = (slot < count)[:, None] & (column < DI)[None, :]
@@ -328,26 +340,25 @@ def _gradients(
     q_idx, k_idx, w, bias = call.indexer
     assert q is not None and k is not None
     (b, h, t, d), (_, heads, _, di) = q.shape, q_idx.shape
-    sigmoids, biases = w.float().sigmoid(), bias.float()
-    sizes = {"HEADS": heads, "DI": di}
-    both = {"SIZES": Sizes(d, d if v is None else v.shape[3], h // k.shape[1], heads, di)}
+    gates, biases = w.float() if call.activation == "relu" else w.float().sigmoid(), bias.float()
+    meta = {"SIZES": Sizes(d, d if v is None else v.shape[3], h // k.shape[1], heads, di, call.activation)}
     drop, seed = (call.drop, call.seed) if isinstance(call, StraightThrough) else (0, None)
     dqi = torch.empty(q_idx.shape, dtype=torch.float32, device=q.device)
     rows = torch.empty(2 * b * heads * t + b * t, dtype=torch.float32, device=q.device)
     queries = min(64, 256 // launch.next_power_of_2(heads))
     step = group_chunk(words, 1)
-    operands = (*attended, seed, q_idx, k_idx, sigmoids, biases, lse_idx)
+    operands = (*attended, seed, q_idx, k_idx, gates, biases, lse_idx)
     for first in range(0, words.shape[2], step):
         lists, listed = key_lists(words, lengths, t, causal, 1, first, step)
         grid, capacity = (lists.shape[0] * QUERIES // queries, b, 1), lists.shape[-1]
         if lse_idx is not None:
-            args = (q_idx, k_idx, sigmoids, biases, lse_idx, lists, listed, first, t, capacity, scales[1])
-            _indexer_lse_kernel(grid, args, sizes, num_warps=8)
+            args = (q_idx, k_idx, gates, biases, lse_idx, lists, listed, first, t, capacity, scales[1])
+            _indexer_lse_kernel(grid, args, meta, num_warps=8)
             if behind is not None:
                 lse_idx.masked_fill_(behind, torch.inf)
         args = (*operands, lists, listed, dqi, rows, first, t, h, capacity, drop, *scales)
         # Gradients of logits leave a thread of 8 warps too few registers for the indexer's heads.
-        _indexer_rows_kernel(grid, args, both, num_warps=8 if v is None else 16, num_stages=stages_of(3, q))
+        _indexer_rows_kernel(grid, args, meta, num_warps=8 if v is None else 16, num_stages=stages_of(3, q))
     dki = torch.zeros(k_idx.shape, dtype=torch.float32, device=q.device)
     lists, listed = key_lists(words, lengths, t, causal, PARTS.value)
     entries = listed.numel()
@@ -355,17 +366,18 @@ def _gradients(
     tiles = (listed.view(-1) + (BLOCK_N.value - 1)) // BLOCK_N.value
     torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
     args = (*operands, lists, listed, dki, plan, t, h, lists.shape[-1], entries, drop, *scales)
-    _indexer_keys_kernel((2 * tuning.programs(q.device), 1, 1), args, both, num_warps=8, num_stages=stages_of(3, q))
+    _indexer_keys_kernel((2 * tuning.programs(q.device), 1, 1), args, meta, num_warps=8, num_stages=stages_of(3, q))
     of_weights, of_biases = rows[: -b * t].view(2, b, heads, t)
     of_weights = of_weights.transpose(1, 2)
     # The weight of a query that takes no key may be NaN.
-    dw = torch.where(of_weights == 0, 0, sigmoids * (1 - sigmoids) * of_weights).contiguous()
+    inner = 1 if call.activation == "relu" else gates * (1 - gates)
+    dw = torch.where(of_weights == 0, 0, inner * of_weights).contiguous()
     return dqi, dki, dw, of_biases.sum((0, 2)), rows[-b * t :]
 
 
-_SIZES = {"seed_ptr": None, "w_ptr": "*fp32", "lse_idx_ptr": None, "SIZES": Sizes(128, 128, 1, 4, 64)}
+_SIZES = {"seed_ptr": None, "w_ptr": "*fp32", "lse_idx_ptr": None, "SIZES": Sizes(128, 128, 1, 4, 64, "sigmoid")}
 EXAMPLES = {
-    _indexer_lse_kernel: {"w_ptr": "*fp32", "HEADS": 4, "DI": 64, "num_warps": 8},
+    _indexer_lse_kernel: {"w_ptr": "*fp32", "SIZES": _SIZES["SIZES"], "num_warps": 8},
     _indexer_rows_kernel: {**_SIZES, "rows_ptr": "*fp32", "num_warps": 16},
     _indexer_keys_kernel: {**_SIZES, "num_warps": 8},
 }

@@ -1,10 +1,11 @@
 """The indexer's scores as a matrix, and their gradients.
 
-A score is the sum over heads of sigmoid(w) * sigmoid(q . k * scale + bias). Forward, a program owns a tile of queries
-by keys and adds up the heads in registers, so that nothing of size [heads, Tq, Tk] exists. Backward, nothing of that
-size does either: one kernel owns (queries, head) and walks the keys for the gradients of q, w and bias, the other owns
-keys and walks heads and queries for the gradient of k. Both compute the products again. No sum's order depends on
-timing. Tiles are small where D is large: a tile of queries and two of keys share the SM's memory.
+A score is the sum over heads of sigmoid(w) * sigmoid(q . k * scale + bias), or of w * relu(q . k * scale + bias).
+Forward, a program owns a tile of queries by keys and adds up the heads in registers, so that nothing of size [heads,
+Tq, Tk] exists. Backward, nothing of that size does either: one kernel owns (queries, head) and walks the keys for the
+gradients of q, w and bias, the other owns keys and walks heads and queries for the gradient of k. Both compute the
+products again. No sum's order depends on timing. Tiles are small where D is large: a tile of queries and two of keys
+share the SM's memory.
 """
 
 from typing import Any
@@ -16,13 +17,26 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.ops import INTERPRET
-from gossamer.attention._triton._indexer import load_bias, load_gates, load_tile, sigmoid, valid_keys, visible_keys
+from gossamer.attention._triton._indexer import (
+    activated,
+    derivative,
+    load_bias,
+    load_gates,
+    load_tile,
+    valid_keys,
+    visible_keys,
+)
 from gossamer.attention.records import IndexerScores, IndexerScoresBackward
 
 
 def fast(x: Tensor) -> bool:
     """Whether the GPU's own tanh is exact enough: where numbers have 16 bits."""
     return x.element_size() == 2 and not INTERPRET and not torch.version.hip
+
+
+def kernel_activation(activation: str, x: Tensor) -> str:
+    """The ACTIVATION of the kernels."""
+    return "tanh" if activation == "sigmoid" and fast(x) else activation
 
 
 def tile(d: int, element_size: int) -> dict[str, int]:
@@ -46,7 +60,7 @@ def check_width(operator: str, d: int, element_size: int) -> None:
 def _indexer_scores_fwd_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, out_ptr, Tq, Tk, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of keys, tile of queries, batch)."""
     keys = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -59,8 +73,8 @@ def _indexer_scores_fwd_kernel(
         for h in range(HEADS):
             q = load_tile(q_ptr + (batch * HEADS + h) * Tq * D, rows, D, Tq, D, BLOCK_D)
             x = tl.dot(q, k.T, input_precision=PRECISION) * scale + load_bias(bias_ptr, h)
-            gate = load_gates(w_ptr + batch * Tq * HEADS, rows, h, Tq, HEADS)
-            total += gate[:, None] * sigmoid(x, FAST)
+            gate = load_gates(w_ptr + batch * Tq * HEADS, rows, h, Tq, HEADS, ACTIVATION)
+            total += gate[:, None] * activated(x, ACTIVATION)
     out = tl.where(keys[None, :] < visible[:, None], total, float("-inf"))
     at = (batch * Tq + rows)[:, None] * Tk + keys[None, :]
     tl.store(out_ptr + at, out, mask=(rows < Tq)[:, None] & (keys < Tk)[None, :])
@@ -68,23 +82,24 @@ def _indexer_scores_fwd_kernel(
 
 @triton.jit
 def head_terms(
-    q, k, grad_ptr, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION: tl.constexpr, FAST: tl.constexpr
-):
-    """(grad * sigmoid, gradient with respect to the sigmoid's argument), both float32 [rows, keys]."""
+    q, k, grad_ptr, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """(grad * activation, gradient with respect to the activation's argument), both float32 [rows, keys]."""
     inside = (keys[None, :] < visible[:, None]) & (rows < Tq)[:, None]
     # A key that is not seen may hold NaN.
-    active = tl.where(inside, sigmoid(tl.dot(q, k.T, input_precision=PRECISION) * scale + bias, FAST), 0.0)
+    x = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias
+    active = tl.where(inside, activated(x, ACTIVATION), 0.0)
     at = rows.to(tl.int64)[:, None] * Tk + keys[None, :]
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    through = grad * active
-    return through, gate[:, None] * through * (1.0 - active)
+    return grad * active, gate[:, None] * grad * derivative(active, ACTIVATION)
 
 
 @launch.kernel
 def _indexer_scores_bwd_q_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dq_ptr, dw_ptr, dbias_ptr, Tq, Tk, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, head, batch)."""
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -92,7 +107,7 @@ def _indexer_scores_bwd_q_kernel(
     visible = visible_keys(rows, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
     plane = (batch * HEADS + head) * Tq
     q = load_tile(q_ptr + plane * D, rows, D, Tq, D, BLOCK_D)
-    gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS)
+    gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS, ACTIVATION)
     bias = load_bias(bias_ptr, head)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     dgate = tl.zeros([BLOCK_M], tl.float32)
@@ -103,15 +118,16 @@ def _indexer_scores_bwd_q_kernel(
         # A key that no query sees may hold NaN.
         k = load_tile(k_ptr + batch * Tk * D, keys, D, end, D, BLOCK_D)
         through, dx = head_terms(
-            q, k, grad_ptr + batch * Tq * Tk, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION, FAST
-        )
+            q, k, grad_ptr + batch * Tq * Tk, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION, ACTIVATION,
+        )  # fmt: skip
         dgate += tl.sum(through, axis=1)
         dbias += tl.sum(dx, axis=1)
         dq += tl.dot(dx.to(k.dtype), k, input_precision=PRECISION)
     columns = tl.arange(0, BLOCK_D)
     at = (plane + rows)[:, None] * D + columns[None, :]
     tl.store(dq_ptr + at, dq * scale, mask=(rows < Tq)[:, None] & (columns < D)[None, :])
-    tl.store(dw_ptr + (batch * Tq + rows) * HEADS + head, dgate * gate * (1.0 - gate), mask=rows < Tq)
+    dw = dgate if ACTIVATION == "relu" else dgate * gate * (1.0 - gate)
+    tl.store(dw_ptr + (batch * Tq + rows) * HEADS + head, dw, mask=rows < Tq)
     part = (batch * HEADS + head) * tl.num_programs(0) + tl.program_id(0)
     tl.store(dbias_ptr + part, tl.sum(dbias, axis=0))
 
@@ -120,7 +136,7 @@ def _indexer_scores_bwd_q_kernel(
 def _indexer_scores_bwd_k_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dk_ptr, Tq, Tk, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of keys, batch)."""
     keys = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -137,21 +153,21 @@ def _indexer_scores_bwd_k_kernel(
         for first in range(begin, seeing, BLOCK_M):
             rows = first + tl.arange(0, BLOCK_M)
             q = load_tile(q_ptr + (batch * HEADS + head) * Tq * D, rows, D, Tq, D, BLOCK_D)
-            gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS)
+            gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS, ACTIVATION)
             visible = visible_keys(rows, length, Tq, ahead)
             _, dx = head_terms(
-                q, k, grad_ptr + batch * Tq * Tk, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION, FAST
-            )
+                q, k, grad_ptr + batch * Tq * Tk, rows, keys, visible, gate, bias, Tq, Tk, scale, PRECISION, ACTIVATION,
+            )  # fmt: skip
             dk += tl.dot(dx.T.to(q.dtype), q, input_precision=PRECISION)
     columns = tl.arange(0, BLOCK_D)
     at = (batch * Tk + keys)[:, None] * D + columns[None, :]
     tl.store(dk_ptr + at, dk * scale, mask=(keys < Tk)[:, None] & (columns < D)[None, :])
 
 
-def _options(q: Tensor) -> dict[str, Any]:
+def _options(q: Tensor, activation: str) -> dict[str, Any]:
     precision = tuning.dot_precision(q, q.shape[3])["PRECISION"]
     sizes = {"HEADS": q.shape[1], "D": q.shape[3], **tile(q.shape[3], q.element_size())}
-    return {**sizes, "PRECISION": precision, "FAST": fast(q)}
+    return {**sizes, "PRECISION": precision, "ACTIVATION": kernel_activation(activation, q)}
 
 
 def _ahead(causal: bool, tk: int) -> int:
@@ -160,13 +176,13 @@ def _ahead(causal: bool, tk: int) -> int:
 
 def indexer_scores(call: IndexerScores) -> Tensor:
     """Operator `indexer_scores` -> [B, Tq, Tk]."""
-    q, k, w, bias, lengths, scale, causal, out_dtype = call
+    q, k, w, bias, lengths, scale, causal, activation, out_dtype = call
     check_width("attention.indexer_scores", q.shape[3], q.element_size())
     b, _, tq, _ = q.shape
     tk = k.shape[1]
     out = q.new_empty((b, tq, tk), dtype=out_dtype)
     if out.numel() and q.shape[1] and q.shape[3]:
-        meta = _options(q)
+        meta = _options(q, activation)
         grid = (launch.cdiv(tk, meta["BLOCK_N"]), launch.cdiv(tq, meta["BLOCK_M"]), b)
         _indexer_scores_fwd_kernel(grid, (q, k, w, bias, lengths, out, tq, tk, _ahead(causal, tk), scale), meta)
     return out
@@ -174,13 +190,13 @@ def indexer_scores(call: IndexerScores) -> Tensor:
 
 def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_scores_backward` -> gradients of q, k, w and bias (in the dtype that is computed in)."""
-    grad, q, k, w, bias, lengths, scale, causal = call
+    grad, q, k, w, bias, lengths, scale, causal, activation = call
     b, heads, tq, d = q.shape
     tk = k.shape[1]
     dq, dk, dw = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, w))
     if not (grad.numel() and heads and d):
         return dq, dk, dw, torch.zeros(heads, dtype=torch.float32, device=q.device)
-    meta = _options(q)
+    meta = _options(q, activation)
     blocks = launch.cdiv(tq, meta["BLOCK_M"])
     dbias = torch.empty(b, heads, blocks, dtype=torch.float32, device=q.device)
     tensors = (q, k, w, bias, lengths, grad)
@@ -190,7 +206,7 @@ def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor
     return dq, dk, dw, dbias.sum((0, 2))
 
 
-_TILE = {"HEADS": 4, "D": 64, "BLOCK_D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "FAST": False}
+_TILE = {"HEADS": 4, "D": 64, "BLOCK_D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "ACTIVATION": "sigmoid"}
 EXAMPLES = {
     _indexer_scores_fwd_kernel: _TILE,
     _indexer_scores_bwd_q_kernel: {"dbias_ptr": "*fp32", **_TILE},

@@ -1,12 +1,14 @@
 """From the indexer's inputs to words of selected keys, slab by slab, never holding [Tq, Tk].
 
 A score is stored as a *key*: an int16 from 1 to 31,742 that divides the range from 0 to the sum of the query's gates
-evenly, 8 to 15 times as fine as a float16 near the largest. 0 is a key that the query does not see, 31,743 is NaN, and
-31,744 stands for the always-kept keys. As bit patterns of float16 these order like the integers they are (the largest
-is infinity), so that one `set.ge.f16x2` compares two. A slab of rows is taken through three kernels:
+evenly, 8 to 15 times as fine as a float16 near the largest, or for the activation "relu" has a score's upper bits (see
+`key_of`). 0 is a key that the query does not see, 31,743 is NaN, and 31,744 stands for the always-kept keys. As bit
+patterns of float16 these order like the integers they are (the largest is infinity), so that one `set.ge.f16x2`
+compares two. A slab of rows is taken through three kernels:
 
 1. `_index_keys_kernel` scores it: a program owns (64 queries, every PARTS-th tile of keys), the heads' queries held,
-   and is bound by one `tanh.approx` a head and key. Hopper has a kernel of its own for many keys, in `_gluon`.
+   and is bound by one `tanh.approx` a head and key, or with "relu" by products. Hopper has a kernel of its own for many
+   keys, in `_gluon`.
 2. `threshold` finds each row's k-th largest key and, for ties, the last column at which that key is taken.
 3. `_take_kernel` compares 64 queries' keys with their thresholds, two keys an instruction: a thread owns some columns
    and walks the rows, 16 bytes of each and some rows at a time, so that nothing passes between threads, and 16 rows of
@@ -20,7 +22,6 @@ words is about columns, and a word is written for each key, without the queries 
 Whatever the slab, a row's result depends on that row alone.
 """
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -34,27 +35,82 @@ from gossamer._core.ops import INTERPRET
 from gossamer._core.ranges import span
 from gossamer.attention import levels
 from gossamer.attention._triton import candidates
-from gossamer.attention._triton._indexer import in_units, load_bias, load_gates, load_tile, valid_keys, visible_keys
+from gossamer.attention._triton._indexer import (
+    activated,
+    approximate_tanh,
+    in_units,
+    load_bias,
+    load_gates,
+    load_tile,
+    valid_keys,
+    visible_keys,
+)
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.few_rows import find_in_segments
-from gossamer.attention._triton.indexer_scores import check_width, fast, tile
+from gossamer.attention._triton.indexer_scores import check_width, fast, kernel_activation, tile
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
 from gossamer.attention.records import SelectTopk
 
 LEVELS = tl.constexpr(levels.LEVELS)
+ZERO, TINY = tl.constexpr(levels.ZERO), tl.constexpr(levels.TINY)
+FIRST_BITS, STEP_BITS = tl.constexpr(levels.FIRST_BITS), tl.constexpr(levels.STEP_BITS)
+HEADS_BYTES = 1 << 15
+"""Bytes of a query's heads, at most, that are the rows of one product."""
 COLUMNS = 128
 """A slab's rows are this many keys apart, or a multiple: a tile of scores writes so many."""
 
 
 @triton.jit
-def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, FAST: tl.constexpr):
-    """score + weight * sigmoid(q . k * scale + bias), or with FAST, of halved weight, bias and scale, weight * tanh."""
-    x = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias
-    if FAST:
-        gate = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+def folded(total, ACTIVATION: tl.constexpr):
+    """(factor of the gates, key of a score of 0, factor of products and biases) of queries whose gates sum to `total`.
+    A query all of whose gates are closed scores 0 everywhere."""
+    norm = tl.where(total == 0, 0.0, (1.0 if ACTIVATION == "relu" else LEVELS) / total)
+    if ACTIVATION == "relu":
+        return norm, 0.0 * norm, 1.0
+    elif ACTIVATION == "tanh":
+        # sigmoid(x) = (1 + tanh(x / 2)) / 2: the constant terms are added once.
+        return 0.5 * norm, 1.0 + 0.5 * norm * total, 0.5
     else:
-        gate = 1.0 / (1.0 + tl.exp(-x))
-    return score + weight[:, None] * gate
+        return norm, 1.0 + 0.0 * norm, 1.0
+
+
+@triton.jit
+def unfolded(x, ACTIVATION: tl.constexpr):
+    """The activation of x, or tanh where `folded` has taken it for the sigmoid."""
+    return approximate_tanh(x) if ACTIVATION == "tanh" else activated(x, ACTIVATION)
+
+
+@triton.jit
+def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):
+    """score + weight * activation of q . k * scale + bias."""
+    x = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias
+    return score + weight[:, None] * unfolded(x, ACTIVATION)
+
+
+@triton.jit
+def key_of(score, ACTIVATION: tl.constexpr):
+    """The key of a score, in the low bits: for "relu" the upper bits of its magnitude plus TINY, either
+    side of ZERO."""
+    if ACTIVATION == "relu":
+        bits = score.to(tl.int32, bitcast=True)
+        steps = (tl.abs(score) + TINY).to(tl.int32, bitcast=True) - FIRST_BITS
+        steps = tl.minimum(steps >> STEP_BITS, ZERO - 1)
+        return tl.where(score == score, ZERO + tl.where(bits < 0, -steps, steps), 31743)
+    else:
+        # The GPU's smaller of NaN and a number is the number.
+        score = tl.minimum(score, 31743.0) if ACTIVATION == "tanh" else tl.where(score == score, score, 31743.0)
+        # Adding 2^23 rounds to an integer, in the low bits.
+        return (score + 8388608.0).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def store_keys(out, key, at, UNIT: tl.constexpr):
+    """Stores keys [rows, keys] from key `at` on as columns of rows that begin at `out` [rows, 1]."""
+    M: tl.constexpr = key.shape[0]
+    N: tl.constexpr = key.shape[1] // UNIT
+    if UNIT > 1:
+        key = tl.max(tl.reshape(key, [M, N, UNIT]), axis=2).to(tl.int16)
+    tl.store(out + (at // UNIT + tl.arange(0, N))[None, :], key)
 
 
 @launch.kernel
@@ -62,7 +118,7 @@ def _index_keys_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, FAST: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, BLOCK_M rows of the slab), the longest rows first."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
@@ -76,23 +132,15 @@ def _index_keys_kernel(
     w_ptr += batch * Tq * HEADS
     total = tl.zeros([BLOCK_M], tl.float32)
     for h in range(HEADS):
-        total += load_gates(w_ptr, rows, h, Tq, HEADS)
-    # A query all of whose gates are closed scores 0 everywhere.
-    norm = tl.where(total == 0, 0.0, LEVELS / total)
-    lowest = tl.full([BLOCK_M], 1.0, tl.float32)
-    part = 1.0
-    if FAST:
-        # sigmoid(x) = (1 + tanh(x / 2)) / 2: the constant terms are added once.
-        norm *= 0.5
-        lowest += norm * total
-        part = 0.5
+        total += tl.abs(load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION))
+    norm, lowest, part = folded(total, ACTIVATION)
     scale *= part
     queries = ()
     weights = ()
     if HELD:
         for h in tl.static_range(HEADS):
             queries = queries + (load_tile(q_ptr + tl.cast(h, tl.int64) * stride_qh, rows, stride_qt, Tq, D, BLOCK_D),)
-            weights = weights + (load_gates(w_ptr, rows, h, Tq, HEADS) * norm,)
+            weights = weights + (load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm,)
     out = keys_ptr + (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
     least = tl.min(tl.where(rows < Tq, visible, Tk), axis=0)
     end = tl.max(visible, axis=0)
@@ -106,27 +154,50 @@ def _index_keys_kernel(
         if HELD:
             for h in tl.static_range(HEADS):
                 bias = load_bias(bias_ptr, h) * part
-                score = add_head(score, queries[h], k, weights[h], bias, scale, PRECISION, FAST)
+                score = add_head(score, queries[h], k, weights[h], bias, scale, PRECISION, ACTIVATION)
         else:
             for h in range(HEADS):
                 q = load_tile(q_ptr + tl.cast(h, tl.int64) * stride_qh, rows, stride_qt, Tq, D, BLOCK_D)
-                weight = load_gates(w_ptr, rows, h, Tq, HEADS) * norm
-                score = add_head(score, q, k, weight, load_bias(bias_ptr, h) * part, scale, PRECISION, FAST)
-        if FAST:
-            # The GPU's smaller of NaN and a number is the number.
-            score = tl.minimum(score, 31743.0)
-        else:
-            score = tl.where(score == score, score, 31743.0)
-        # Adding 2^23 rounds to an integer, in the low bits.
-        key = (score + 8388608.0).to(tl.int32, bitcast=True).to(tl.int16)
+                weight = load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm
+                bias = load_bias(bias_ptr, h) * part
+                score = add_head(score, q, k, weight, bias, scale, PRECISION, ACTIVATION)
+        key = key_of(score, ACTIVATION).to(tl.int16)
         if at + BLOCK_N > least:
             key = tl.where(keys[None, :] < visible[:, None], key, 0).to(tl.int16)
-        if UNIT == 1:
-            tl.store(out + keys[None, :], key)
-        else:
-            columns = at // UNIT + tl.arange(0, BLOCK_N // UNIT)
-            key = tl.max(tl.reshape(key, [BLOCK_M, BLOCK_N // UNIT, UNIT]), axis=2).to(tl.int16)
-            tl.store(out + columns[None, :], key)
+        store_keys(out, key, at, UNIT)
+
+
+@launch.kernel
+def _index_keys_of_few_kernel(
+    q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
+    first, Tq, padded, Tk, stride, ahead, scale,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Program (part of the keys, query of the slab): a query's heads are the rows of one product."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(D, 16))
+    BLOCK_H: tl.constexpr = triton.next_power_of_2(max(HEADS, 16))
+    row = tl.program_id(1) // Tq * padded + tl.program_id(1) % Tq
+    batch, t = ((first + row) // padded).to(tl.int64), (first + row) % padded
+    visible = visible_keys(t, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
+    head = tl.minimum(tl.arange(0, BLOCK_H), HEADS - 1)
+    held = tl.arange(0, BLOCK_H) < HEADS
+    gates = load_gates(w_ptr + batch * Tq * HEADS, t + tl.zeros([BLOCK_H], tl.int32), head, Tq, HEADS, ACTIVATION)
+    gates = tl.where(held, gates, 0.0)
+    norm, lowest, part = folded(tl.sum(tl.abs(gates), axis=0), ACTIVATION)
+    bias = tl.zeros([BLOCK_H], tl.float32) + load_bias(bias_ptr, head) * part
+    q = load_tile(q_ptr + batch * stride_qb + t.to(tl.int64) * stride_qt, head, stride_qh, HEADS, D, BLOCK_D)
+    end = visible
+    if UNIT > 1:
+        # Readers of columns take 8 at once.
+        end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
+    for at in range(tl.program_id(0) * BLOCK_N, end, tl.num_programs(0) * BLOCK_N):
+        keys = at + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr + batch * stride_kb, keys, D, Tk, D, BLOCK_D)
+        x = tl.dot(q, k.T, input_precision=PRECISION) * (scale * part) + bias[:, None]
+        score = lowest + tl.sum((gates * norm)[:, None] * tl.where(held[:, None], unfolded(x, ACTIVATION), 0.0), axis=0)
+        key = tl.where(keys < visible, key_of(score, ACTIVATION), 0).to(tl.int16)
+        store_keys(keys_ptr + row.to(tl.int64) * stride + tl.zeros([1, 1], tl.int64), key[None, :], at, UNIT)
 
 
 @triton.jit
@@ -204,15 +275,8 @@ def _take_kernel(
         tl.store(words_ptr + block * Tk + key, word, mask=key < Tk)
 
 
-@dataclass(frozen=True)
-class Take:
-    """Columns of a program of `_take_kernel`, eight to a thread, and rows that it asks for at a time, of 16."""
-
-    columns: int = 256
-    together: int = 4
-
-
-TAKE = Take()
+TAKE, TAKE_ROWS = 256, 4
+"""Columns of a program of `_take_kernel`, eight to a thread, and rows that it asks for at a time, of 16."""
 
 
 class Slab(NamedTuple):
@@ -291,13 +355,18 @@ class _Call:
         self.q = q if q.stride(-1) == 1 or q.shape[-1] == 1 else q.contiguous()
         # Keys stand one behind the other, as in a slice of a longer cache too.
         self.k = k if k.stride()[1:] == (k.shape[2], 1) else k.contiguous()
-        self.w, self.bias, self.lengths, self.scale = call.w, call.bias, call.lengths, call.scale
+        self.w, self.bias, self.lengths = call.w, call.bias, call.lengths
+        self.scored = call.scale, call.activation
         self.b, self.heads, self.tq, self.d = q.shape
         self.tk = k.shape[1]
         # A word's 64 queries, or as few as a product takes.
         self.unit = 64 if self.tq > 16 else 16
         self.padded = round_up(self.tq, self.unit)
         self.ahead = 1 if call.causal else self.tk + 1
+        heads = max(16, launch.next_power_of_2(self.heads))
+        # At most half the rows of products that 16 queries of each head are, or as many as Hopper takes at once.
+        few = self.unit == 16 and (self.heads >= 64 or self.tq * heads <= 8 * self.heads)
+        self.heads_as_rows = few and heads * max(16, launch.next_power_of_2(self.d)) * q.element_size() <= HEADS_BYTES
         self.granularity = granularity
         self.rule = (call.top // granularity, call.window or 1 - granularity, launch.cdiv(call.sinks, granularity))
         rows = (self.b * self.padded,)
@@ -320,20 +389,24 @@ class _Call:
 
             given = (self.w, self.bias, self.lengths, keys)
             sparing = hopper.Sparing(flags)
-            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), self.scale, sparing)
+            hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), *self.scored, sparing)
             return
         block = tile(self.d, self.q.element_size())
         rows, columns = min(block["BLOCK_M"], self.unit), block["BLOCK_N"]
+        scale, activation = self.scored
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
-        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_M": rows, "BLOCK_N": columns, "UNIT": self.granularity}
-        meta |= {"PRECISION": precision, "FAST": fast(self.q)}
-        blocks = slab.rows // rows
+        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_N": columns, "UNIT": self.granularity}
+        meta |= {"PRECISION": precision, "ACTIVATION": kernel_activation(activation, self.q)}
+        if self.heads_as_rows:
+            kernel, blocks = _index_keys_of_few_kernel, slab.rows // self.padded * self.tq
+        else:
+            kernel, blocks, meta = _index_keys_kernel, slab.rows // rows, meta | {"BLOCK_M": rows}
         # Enough programs that the last wave is short.
         tiles = slab.columns * self.granularity // columns
         parts = max(1, min(tiles, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
         strides = (*self.q.stride()[:3], self.k.stride(0))
-        args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), self.scale)
-        _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
+        args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), scale)
+        kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, flags: Tensor | None) -> None:
         given, found = (keys, self.lengths, wanted), (self.threshold, self.last)
@@ -344,20 +417,21 @@ class _Call:
     def take(self, slab: Slab, keys: Tensor | None, flags: Tensor | None = None) -> None:
         _, window, sinks = self.rule
         args = (self.words, keys, self.lengths, self.threshold, self.last, flags, *self.sizes(slab), window, sinks)
-        meta = {"ROWS": self.unit, "BLOCK": TAKE.columns, "UNIT": self.granularity, "PACKED": self.packed}
-        meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE.together}
-        grid = (launch.cdiv(self.tk, TAKE.columns * self.granularity), slab.rows // self.unit, 1)
-        _take_kernel(grid, args, meta, num_warps=max(1, TAKE.columns // 256))
+        meta = {"ROWS": self.unit, "BLOCK": TAKE, "UNIT": self.granularity, "PACKED": self.packed}
+        meta |= {"FORCED": window > 0 or sinks > 0, "EVERY": keys is None, "TOGETHER": TAKE_ROWS}
+        grid = (launch.cdiv(self.tk, TAKE * self.granularity), slab.rows // self.unit, 1)
+        _take_kernel(grid, args, meta, num_warps=TAKE // 256)
 
     def take_candidates(self, slabs: list[Slab], room: Tensor) -> Tensor:
         """Writes the words of slabs of long rows, but of blocks of 64 rows that it marks in int32 `[blocks]`. `room`,
         int8, holds the keys of any of the slabs."""
         from gossamer.attention._gluon import select_topk as hopper
 
-        assert self.tiles is not None
+        tiles = self.tiles
+        assert tiles is not None
         top, window, sinks = self.rule
         lists, sample = candidates.lists_of(top), candidates.sampled(self.k)
-        tiles = hopper.descriptors(self.q, sample)
+        sampled = hopper.descriptors(self.q, sample)
         width = round_up(sample.shape[1], COLUMNS)
         each = max(2 * width, 4 * (lists.entries + candidates.LISTS))
         room = room[-room.data_ptr() % candidates.ALIGNED :]
@@ -370,7 +444,7 @@ class _Call:
             with span("select_topk/bounds"):
                 keys = room[: 2 * width * rows].view(torch.int16)
                 sparing = hopper.Sparing(unit=candidates.STRETCH)
-                hopper.launch_index_keys(tiles, (*given, keys), rows, self.sizes(slab), self.scale, sparing)
+                hopper.launch_index_keys(sampled, (*given, keys), rows, self.sizes(slab), *self.scored, sparing)
                 given_keys, rule = (keys, self.lengths, None), (lists.reach, 1 - candidates.STRETCH, 0)
                 args = (rows, self.sizes(slab), rule, self.packed, candidates.STRETCH)
                 find_thresholds(given_keys, (bound, unused), *args)
@@ -378,7 +452,7 @@ class _Call:
             with span("select_topk/candidates"):
                 entries, counts = room[: each * rows].view(torch.int32).split(lists.entries * rows)[:2]
                 sparing = hopper.Sparing(bound=bound, counts=counts, parts=candidates.PARTS, kept=(window, sinks))
-                hopper.launch_index_keys(self.tiles, (*given, entries), rows, self.sizes(slab), self.scale, sparing)
+                hopper.launch_index_keys(tiles, (*given, entries), rows, self.sizes(slab), *self.scored, sparing)
                 self.words.view(-1, self.tk)[first // 64 : (first + rows) // 64].zero_()
                 found = (bound, self.threshold, self.last, flags)
                 sizes = (first, self.tq, self.padded, self.tk, self.ahead)
@@ -422,7 +496,11 @@ def select_topk(given: SelectTopk) -> Tensor:
 EXAMPLES = {
     _index_keys_kernel: {
         "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UNIT": 1,
-        "PRECISION": "ieee", "FAST": False, "num_stages": 3,
+        "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
+    },
+    _index_keys_of_few_kernel: {
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_N": 64, "UNIT": 1, "PRECISION": "ieee",
+        "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _take_kernel: {
         "keys_ptr": "*i16", "threshold_ptr": "*i32", "ROWS": 64, "BLOCK": 256, "UNIT": 1, "FORCED": True,
