@@ -174,7 +174,9 @@ def test_rows_of_a_trained_layer(layer: int, n: int, shared: float) -> None:
     assert abs(float(groups.sum() / groups.any(1).sum()) - shared) < 0.1
     # Tiles of 256 neighbouring neurons have alike shares of the entries.
     assert held.view(1024, -1, 256).sum((0, 2)).max() < 4 * held.sum() * 256 / n
-    with pytest.raises(ValueError, match="layer must be one of 26, 39 and 57, got 40"):
-        testing.trained_rows((8, n), layer=40)
-    with pytest.raises(ValueError, match=f"end with the {n} neurons, got"):
-        testing.trained_rows((8, 100), **options)
+    for other in (40, float(layer), "39"):
+        with pytest.raises(ValueError, match=f"layer must be one of 26, 39 and 57, got {other!r}"):
+            testing.trained_rows((8, n), layer=other)
+    for shape in ((8, 100), ()):
+        with pytest.raises(ValueError, match=f"end with the {n} neurons, got"):
+            testing.trained_rows(shape, **options)

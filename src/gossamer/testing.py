@@ -287,9 +287,10 @@ def trained_rows(
     >>> trained_rows((1024, 5632)).count_nonzero(1).float().mean().round()
     tensor(39.)
     """
-    if layer not in (widths := {26: 2048, 39: 5632, 57: 5632}):
-        raise ValueError(f"testing.trained_rows: layer must be one of 26, 39 and 57, got {layer}.")
-    if shape[-1] != widths[layer]:
+    widths = {26: 2048, 39: 5632, 57: 5632}
+    if not isinstance(layer, int) or layer not in widths:
+        raise ValueError(f"testing.trained_rows: layer must be one of 26, 39 and 57, got {layer!r}.")
+    if not shape or shape[-1] != widths[layer]:
         raise ValueError(f"testing.trained_rows: shape must end with the {widths[layer]} neurons, got {list(shape)}.")
     # The steps from entry to entry, neuron by neuron, the most frequent first; 255 is 254 without an entry.
     steps = torch.from_numpy(np.load(Path(__file__).with_name("trained_rows.npz"))[str(layer)])

@@ -122,6 +122,15 @@ def test_float32_rows(m: int, k: int, n: int, nnz: int, gathers: bool, hopper: A
     assert (path == "gather") == gathers
 
 
+def test_rows_that_overflow_their_slots() -> None:
+    """Of 200,000 random rows of 256 columns, as many as counted."""
+    for share in (0.03, 0.05, 0.08):
+        counts = torch.poisson(torch.full((200_000,), 256 * share), generator=torch.Generator().manual_seed(0))
+        assert costs.overflowing(256 * share, 256) == pytest.approx(float((counts > 16).float().mean()), abs=5e-3)
+    assert costs.overflowing(0, 0) == 0 == round(costs.overflowing(29, 5632), 6)
+    assert costs.overflowing(5632, 5632) == pytest.approx(22)
+
+
 def test_rows_that_are_counted_stand_at_many_places_of_their_sequences() -> None:
     """Whatever power of two the length is."""
     for m in (1024, 16384, 65536):

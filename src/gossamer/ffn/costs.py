@@ -49,7 +49,7 @@ class _Rates(NamedTuple):
 
 HOPPER = _Rates(770e12, 815e12, 660e12, 8.5e12)
 """H200, bfloat16, 16,384 rows of K = D = 2,048 and N = 5,632."""
-HEAVY, HEAVY_IEEE = 1.7, 8.0
+HEAVY, HEAVY_IEEE = 1.7, 7.0
 """Times a row of the fused block that a heavy row takes, in Triton's tiles; in float32 without TF32."""
 START = 25e-6
 """Seconds of a sparse path's launches on the device, of more than FEW rows."""
@@ -168,9 +168,11 @@ def sparse_seconds(m: int, cost: Costs, nnz: float, over: float = 0.0) -> float:
 
 
 def overflowing(nnz: float, n: int) -> float:
-    """The share of rows with more entries in a tile than it has slots, and so heavy, if entries stand at random."""
-    mean = nnz * min(1.0, TILE / n) if n else 0.0
-    return max(1.0, n / TILE) * 0.5 * math.erfc((SLOTS + 0.5 - mean) / (2 * mean) ** 0.5) if mean else 0.0
+    """The share of rows with more entries in a tile than it has slots, and so heavy, if entries stand at random: their
+    numbers are then Poisson's."""
+    mean = nnz * min(1.0, TILE / max(n, 1))
+    fits = math.exp(-mean) * sum(mean**k / math.factorial(k) for k in range(SLOTS + 1))
+    return max(1.0, n / TILE) * max(0.0, 1 - fits)
 
 
 HOT_SHARE = 1 / 64
