@@ -88,8 +88,8 @@ def sparse_attention(  # type: ignore[misc]
 
     Raises:
         ValueError: shapes or devices do not fit, scale is not above 0, dropout is out of range, or there is no such
-            path, or "decode" or pages are asked for with more than 16 queries, "decode" with dropout, or another path
-            than "decode" with pages, or page_size is no power of two.
+            path or activation, or "decode" or pages are asked for with more than 16 queries, "decode" with dropout, or
+            another path than "decode" with pages, or page_size is no power of two.
         TypeError: dtypes differ, or selection is no `Selection`.
         NotImplementedError: a second derivative, a gradient or dropout with pages, or on the GPU more than 16 heads of
             the indexer.
