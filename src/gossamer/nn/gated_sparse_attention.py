@@ -89,9 +89,8 @@ class GatedSparseAttention(nn.Module):
         dtype, device: of the parameters; those of an adaptive rule are float32.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide, an odd head_dim, or an unknown granularity, rule,
-            indexer_gradient or indexer_activation; in a call, k that is no multiple of granularity, or a rule
-            "variance" that has not been calibrated.
+        ValueError: a size below 1, heads that do not divide, an odd head_dim, or an unknown option; in a call, k that
+            is no multiple of granularity, or a rule "variance" that has not been calibrated.
         TypeError: a size that is no int, or adaptive is something else.
         NotImplementedError: an adaptive rule with the activation `"relu"`.
 
@@ -198,7 +197,7 @@ class GatedSparseAttention(nn.Module):
         self.adaptive_k: AdaptiveRule | None = None
         if adaptive is not None and self.indexer_activation != "sigmoid":
             raise NotImplementedError(
-                f'{OPERATOR}: adaptive with indexer_activation="relu" is not implemented. Give None.'
+                f'{OPERATOR}: adaptive with indexer_activation="relu" is not implemented, got {adaptive!r}. Give None.'
             )
         if isinstance(adaptive, str):
             self.adaptive_k = AdaptiveRule(adaptive, self.k_min, self.k_base, self.k_max, device)
