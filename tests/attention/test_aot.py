@@ -47,6 +47,30 @@ def test_with_instructions_of_nvidia(name: str, forced: bool, target: str, unit:
         assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
 
 
+@pytest.mark.parametrize("target", aot.TARGETS)
+@pytest.mark.parametrize(
+    "heads, d, dtype", [(64, 256, "bf16"), (16, 1024, "bf16"), (16, 128, "fp32"), (9, 100, "fp32")]
+)
+def test_heads_as_rows_at_their_limits(
+    heads: int, d: int, dtype: str, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "6.4" if target == "gfx942" else None)
+    kernel, x = select_topk._index_keys_of_few_kernel, torch.empty(0, dtype=getattr(torch, _NAMES[dtype]))
+    block = indexer_scores.tile(d, x.element_size())
+    assert heads * block["BLOCK_D"] <= select_topk.HEADS_NUMBERS[x.element_size()]
+    own = {"HEADS": heads, "D": d, "BLOCK_N": block["BLOCK_N"], "num_stages": stages_of(3, x)}
+    example = aot.complete(kernel, select_topk.EXAMPLES[kernel] | own)
+    signature = {name: f"*{dtype}" if of == "*bf16" else of for name, of in example["signature"].items()}
+    compiled = aot.compile_kernel(kernel, {**example, "signature": signature}, target)
+    assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
+    if target == "sm_90":
+        used = aot.resources(compiled)
+        assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+
+
+_NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
 @pytest.mark.parametrize("name", ["decode", "rows", "keys"])
 @pytest.mark.parametrize("d, v, dtype", [(128, 128, "float32"), (576, 512, "float32"), (576, 512, "bfloat16")])
 def test_rows_fit_amd(name: str, d: int, v: int, dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ class Scores:
     """In the place of Hopper's kernel: keys of whole numbers, so that no order of sums shows, stored or listed as it
     does."""
 
-    def launch_index_keys(self, tiles, given, rows, sizes, scale, sparing) -> None:
+    def launch_index_keys(self, tiles, given, rows, sizes, scale, activation, sparing) -> None:
         (q, k), (_, _, lengths, out), (first, tq, padded, tk, stride, ahead) = tiles, given, sizes
         unit, listing = sparing.unit, sparing.bound is not None
         window, sinks = sparing.kept

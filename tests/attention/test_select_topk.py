@@ -119,6 +119,29 @@ def test_ties_at_zero_and_scores_below(device: torch.device) -> None:
     assert least[1].logical_not().nonzero().tolist() == [[7]]
 
 
+@pytest.mark.parametrize("activation, least", [("relu", 1e-36), ("sigmoid", -85.0)])
+def test_weights_whose_sum_has_no_inverse(activation: Any, least: float, device: torch.device) -> None:
+    """All scores are equal then, and none is NaN."""
+    q, k, w, _ = inputs((1, 2, 3, 200, 16), torch.float32, device)
+    taken = select_topk(q, k, torch.full_like(w, least), None, k=4, activation=activation).to_indices()[0]
+    assert taken[0, 0].tolist() == [[0, 1, 2, 3]] * 3
+
+
+@pytest.mark.kernels
+def test_many_sequences_of_few_queries(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
+    """Queries are programs of the first axis, the only one that takes more than 65,535."""
+    from gossamer.attention._triton import select_topk as gpu
+
+    grids: list[tuple[int, ...]] = []
+    monkeypatch.setattr(gpu, "_index_keys_of_few_kernel", lambda grid, *args, **options: grids.append(grid))
+    q, k, w, _ = inputs((16384, 8, 4, 8, 16), torch.float32, device)
+    given = (q, k, w, None, None, None, None, 1, 1, 1, "", 1.0, 0.25, True, 0, 0, 0, 1, "sigmoid")
+    call = gpu._Call(SelectTopk(*given))
+    slab = gpu.Slab(0, 16384 * call.padded, gpu.COLUMNS)
+    call.score(slab, torch.empty(0, dtype=torch.int16, device=device))
+    assert len(grids) == 1 and grids[0][0] == 65536 and max(grids[0][1:]) < 65536
+
+
 def test_beyond_its_range_a_relu_saturates_and_nan_ranks_highest(device: torch.device) -> None:
     q, w = torch.ones(1, 1, 1, 16, device=device), torch.ones(1, 1, 1, device=device)
     k = torch.zeros(1, 200, 16, device=device)

@@ -125,6 +125,8 @@ def test_errors() -> None:
         sparse_attention(q, k, v, selection, indexer=(*indexer[:2], indexer[2][:, :4], indexer[3]), causal=True)
     with pytest.raises(TypeError, match="q_idx and k_idx must have the dtype of q, float32, got float16"):
         sparse_attention(q, k, v, selection, indexer=(indexer[0].half(), *indexer[1:]), causal=True)
+    with pytest.raises(ValueError, match="indexer_activation must be one of 'sigmoid', 'relu', got 'tanh'"):
+        sparse_attention(q, k, v, selection, indexer_activation="tanh")  # type: ignore[call-overload]
     many = Selection.from_mask(torch.ones(1, 2, 5, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match="selection must have one scope and as many keys as queries, 5, got 2 and 5"):
         sparse_attention(q, k, v, many, indexer=tuple(indexer), causal=True)

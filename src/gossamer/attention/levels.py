@@ -10,6 +10,9 @@ RULES = ("variance", "entropy", "learned")
 LONG_ROW = 32768
 """Scores of a query beyond which a GPU lists those that may be among the highest."""
 
+CLOSED = 1e-34
+"""A query whose weights, or gates, have a sum of magnitudes below this one scores 0 everywhere."""
+
 ZERO = 15871
 """The key of a score of 0 where the activation is "relu". A score x below or above it, divided by the sum of the
 weights' magnitudes, has the key of the upper bits of |x| + TINY, as a float32: 512 keys an octave."""

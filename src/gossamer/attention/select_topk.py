@@ -139,7 +139,7 @@ def select_topk(
         A `Selection` of one scope, for all heads.
 
     Raises:
-        ValueError: shapes or devices do not fit; k, window, sinks or workspace out of range.
+        ValueError: shapes or devices do not fit; k, window, sinks or workspace out of range; an unknown activation.
         TypeError: dtypes differ or are not floating, or k is neither an int nor an `AdaptiveK`.
         NotImplementedError: an `AdaptiveK` with `"relu"`, or on the GPU, Di above 1,024 (512 for float32).
 

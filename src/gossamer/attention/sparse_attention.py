@@ -13,7 +13,7 @@ from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
 from gossamer.attention._torch import indexer_loss as _indexer
 from gossamer.attention._torch import sparse_attention as _cpu
-from gossamer.attention.indexer_scores import IndexerActivation, check_inputs, scale_of
+from gossamer.attention.indexer_scores import IndexerActivation, check_activation, check_inputs, scale_of
 from gossamer.attention.records import SparseAttention, SparseAttentionBwd, StraightThrough
 from gossamer.attention.selection import Selection
 
@@ -88,8 +88,8 @@ def sparse_attention(  # type: ignore[misc]
 
     Raises:
         ValueError: shapes or devices do not fit, scale is not above 0, dropout is out of range, or there is no such
-            path, or "decode" or pages are asked for with more than 16 queries, "decode" with dropout, or another path
-            than "decode" with pages, or page_size is no power of two.
+            path or activation, or "decode" or pages are asked for with more than 16 queries, "decode" with dropout, or
+            another path than "decode" with pages, or page_size is no power of two.
         TypeError: dtypes differ, or selection is no `Selection`.
         NotImplementedError: a second derivative, a gradient or dropout with pages, or on the GPU more than 16 heads of
             the indexer.
@@ -101,6 +101,8 @@ def sparse_attention(  # type: ignore[misc]
     >>> sparse_attention(q, k, v, Selection.from_mask(torch.eye(3, dtype=torch.bool)[None])).shape
     torch.Size([1, 2, 3, 8])
     """
+    if indexer_activation != "sigmoid":
+        check_activation(OPERATOR, "indexer_activation", indexer_activation)
     key = None
     if isinstance(q, Tensor) and isinstance(selection, Selection) and not autocast.enabled(q.device):
         operands = q, k, v, selection.words, lengths, page_table

@@ -89,10 +89,10 @@ class GatedSparseAttention(nn.Module):
         dtype, device: of the parameters; those of an adaptive rule are float32.
 
     Raises:
-        ValueError: a size below 1, heads that do not divide, an odd head_dim, or no granularity, rule or
-            indexer_gradient. That k is a multiple of it is found out when it selects; that the rule "variance" has not
-            been calibrated, too.
+        ValueError: a size below 1, heads that do not divide, an odd head_dim, or an unknown option; in a call, k that
+            is no multiple of granularity, or a rule "variance" that has not been calibrated.
         TypeError: a size that is no int, or adaptive is something else.
+        NotImplementedError: an adaptive rule with the activation `"relu"`.
 
     Attributes:
         q_proj, k_proj, v_proj, o_proj: as in the published models, and so are indexer.idx_q_proj, indexer.idx_k_proj,
@@ -340,10 +340,9 @@ class GatedSparseAttention(nn.Module):
                 )
             inputs, activation = (*index, self.indexer.idx_bias), self.indexer_activation
             scores = attention.indexer_scores(*inputs, causal=True, activation=activation)[:, None]
-            scores = scores.masked_fill(~allowed, -torch.inf)
             # Sorted stably: of equal scores the first ones win.
-            best = scores.sort(dim=-1, descending=True, stable=True).indices[..., : self.k_base]
-            allowed = torch.zeros_like(allowed).scatter(3, best, True) & allowed
+            best = scores.masked_fill(~allowed, -torch.inf).sort(dim=-1, descending=True, stable=True).indices
+            allowed = torch.zeros_like(allowed).scatter(3, best[..., : self.k_base], True) & allowed
         return attention.Selection.from_mask(allowed)
 
     @together
@@ -574,7 +573,8 @@ class GatedSparseAttention(nn.Module):
 
     def extra_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, k_base={self.k_base}"
-        return text if self.adaptive_k is None else f"{text}, adaptive={self.adaptive_k.rule!r}"
+        text += f", adaptive={self.adaptive_k.rule!r}" if self.adaptive_k is not None else ""
+        return text + (', indexer_activation="relu"' if self.indexer_activation == "relu" else "")
 
 
 OPERATOR = "nn.GatedSparseAttention"

@@ -28,7 +28,7 @@ from gossamer._core import launch, tuning
 from gossamer.attention import levels
 
 thread_barrier = gl.barrier if hasattr(gl, "barrier") else gl.thread_barrier  # Triton 3.7, 3.6
-LEVELS = gl.constexpr(levels.LEVELS)
+LEVELS, CLOSED = gl.constexpr(levels.LEVELS), gl.constexpr(levels.CLOSED)
 ZERO, TINY = gl.constexpr(levels.ZERO), gl.constexpr(levels.TINY)
 FIRST_BITS, STEP_BITS = gl.constexpr(levels.FIRST_BITS), gl.constexpr(levels.STEP_BITS)
 WHOLE = gl.constexpr(0x4B000000)
@@ -68,7 +68,7 @@ def factors(w_ptr, bias_ptr, rows, Tq, HEADS: gl.constexpr, RELU: gl.constexpr):
     for h in gl.static_range(HEADS):
         total += gl.abs(gates_of(w_ptr, rows, h, Tq, HEADS, RELU))
     # A query all of whose gates are closed scores 0 everywhere.
-    norm = gl.where(total == 0, 0.0, (1.0 if RELU else LEVELS) / total) * PART
+    norm = gl.where(total < CLOSED, 0.0, (1.0 if RELU else LEVELS) / total) * PART
     weights = ()
     biases = ()
     for h in gl.static_range(HEADS):

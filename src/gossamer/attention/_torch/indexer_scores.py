@@ -35,7 +35,7 @@ def activated_(x: Tensor, activation: str) -> Tensor:
 
 
 def derivative(active: Tensor, activation: str) -> Tensor:
-    """That of the activation, by its value."""
+    """The derivative of the activation, by its value."""
     return (~(active <= 0)).to(active.dtype) if activation == "relu" else active * (1 - active)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gossamer.attention._torch.indexer_scores import gates_of, score_rows, visible_keys, working
 from gossamer.attention._torch.selection import words_of_mask
-from gossamer.attention.levels import FIRST_BITS, LEVELS, STEP_BITS, TINY, ZERO
+from gossamer.attention.levels import CLOSED, FIRST_BITS, LEVELS, STEP_BITS, TINY, ZERO
 from gossamer.attention.records import SelectTopk, WordsOfMask
 
 
@@ -22,7 +22,7 @@ def index_keys(
     """Keys [R, Tk] of one batch element's queries, int64."""
     relu = activation == "relu"
     total = gates.abs().sum(1, keepdim=True)
-    gates = torch.where(total == 0, torch.zeros_like(gates), gates * ((1 if relu else LEVELS) / total))
+    gates = torch.where(total < CLOSED, torch.zeros_like(gates), gates * ((1 if relu else LEVELS) / total))
     scores = score_rows(q, k, gates, bias, scale, activation)
     if relu:
         steps = (scores.abs().float() + TINY).view(torch.int32).sub_(FIRST_BITS) >> STEP_BITS

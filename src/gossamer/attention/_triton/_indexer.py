@@ -22,7 +22,7 @@ def activated(x, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def derivative(active, ACTIVATION: tl.constexpr):
-    """That of `activated` where its value is `active`."""
+    """The derivative of `activated` where its value is `active`."""
     if ACTIVATION == "relu":
         return tl.where(active <= 0, 0.0, 1.0)
     else:

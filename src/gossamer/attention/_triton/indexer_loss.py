@@ -104,7 +104,7 @@ def over_heads(
 
 @triton.jit
 def student(qi, ki, w, bias, scale, NI: tl.constexpr, M: tl.constexpr, ACTIVATION: tl.constexpr):
-    """(scores [queries, BLOCK_N], what the heads activate [NI * queries, BLOCK_N]) in float32."""
+    """(scores [queries, BLOCK_N], activations of the heads [NI * queries, BLOCK_N]) in float32."""
     u = activated(tl.dot(qi, ki.T, input_precision="ieee") * scale + bias[:, None], ACTIVATION)
     return tl.sum(tl.reshape(u * w[:, None], (NI, M, u.shape[1])), axis=0), u
 
@@ -196,7 +196,8 @@ def _indexer_rows_kernel(
     """Program (M queries, batch): without values the loss of each; the gradients of q, w and bias before those are
     summed.
 
-    rows is float32: [B, Hi, T] gradients of the weights after a sigmoid, as many of the biases, losses [B, T].
+    rows is float32: [B, Hi, T] gradients of the weights that multiply activations, as many of the biases, losses
+    [B, T].
     """
     HEADS: tl.constexpr = SIZES.heads
     DI: tl.constexpr = SIZES.di

@@ -45,17 +45,18 @@ from gossamer.attention._triton._indexer import (
     valid_keys,
     visible_keys,
 )
+from gossamer.attention._triton._products import stages_of
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.few_rows import find_in_segments
 from gossamer.attention._triton.indexer_scores import check_width, fast, kernel_activation, tile
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
 from gossamer.attention.records import SelectTopk
 
-LEVELS = tl.constexpr(levels.LEVELS)
+LEVELS, CLOSED = tl.constexpr(levels.LEVELS), tl.constexpr(levels.CLOSED)
 ZERO, TINY = tl.constexpr(levels.ZERO), tl.constexpr(levels.TINY)
 FIRST_BITS, STEP_BITS = tl.constexpr(levels.FIRST_BITS), tl.constexpr(levels.STEP_BITS)
-HEADS_BYTES = 1 << 15
-"""Bytes of a query's heads, at most, that are the rows of one product."""
+HEADS_NUMBERS = {2: 1 << 14, 4: 1 << 11}
+"""Numbers of a query's heads, at most, that are the rows of one product, by bytes of a number."""
 COLUMNS = 128
 """A slab's rows are this many keys apart, or a multiple: a tile of scores writes so many."""
 
@@ -64,7 +65,7 @@ COLUMNS = 128
 def folded(total, ACTIVATION: tl.constexpr):
     """(factor of the gates, key of a score of 0, factor of products and biases) of queries whose gates sum to `total`.
     A query all of whose gates are closed scores 0 everywhere."""
-    norm = tl.where(total == 0, 0.0, (1.0 if ACTIVATION == "relu" else LEVELS) / total)
+    norm = tl.where(total < CLOSED, 0.0, (1.0 if ACTIVATION == "relu" else LEVELS) / total)
     if ACTIVATION == "relu":
         return norm, 0.0 * norm, 1.0
     elif ACTIVATION == "tanh":
@@ -174,10 +175,10 @@ def _index_keys_of_few_kernel(
     HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
     ACTIVATION: tl.constexpr,
 ):  # fmt: skip
-    """Program (part of the keys, query of the slab): a query's heads are the rows of one product."""
+    """Program (query of the slab, part of the keys): a query's heads are the rows of one product."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(max(D, 16))
     BLOCK_H: tl.constexpr = triton.next_power_of_2(max(HEADS, 16))
-    row = tl.program_id(1) // Tq * padded + tl.program_id(1) % Tq
+    row = tl.program_id(0) // Tq * padded + tl.program_id(0) % Tq
     batch, t = ((first + row) // padded).to(tl.int64), (first + row) % padded
     visible = visible_keys(t, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
     head = tl.minimum(tl.arange(0, BLOCK_H), HEADS - 1)
@@ -191,7 +192,7 @@ def _index_keys_of_few_kernel(
     if UNIT > 1:
         # Readers of columns take 8 at once.
         end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
-    for at in range(tl.program_id(0) * BLOCK_N, end, tl.num_programs(0) * BLOCK_N):
+    for at in range(tl.program_id(1) * BLOCK_N, end, tl.num_programs(1) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr + batch * stride_kb, keys, D, Tk, D, BLOCK_D)
         x = tl.dot(q, k.T, input_precision=PRECISION) * (scale * part) + bias[:, None]
@@ -366,7 +367,7 @@ class _Call:
         heads = max(16, launch.next_power_of_2(self.heads))
         # At most half the rows of products that 16 queries of each head are, or as many as Hopper takes at once.
         few = self.unit == 16 and (self.heads >= 64 or self.tq * heads <= 8 * self.heads)
-        self.heads_as_rows = few and heads * max(16, launch.next_power_of_2(self.d)) * q.element_size() <= HEADS_BYTES
+        self.heads_as_rows = few and heads * max(16, launch.next_power_of_2(self.d)) <= HEADS_NUMBERS[q.element_size()]
         self.granularity = granularity
         self.rule = (call.top // granularity, call.window or 1 - granularity, launch.cdiv(call.sinks, granularity))
         rows = (self.b * self.padded,)
@@ -397,16 +398,18 @@ class _Call:
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
         meta = {"HEADS": self.heads, "D": self.d, "BLOCK_N": columns, "UNIT": self.granularity}
         meta |= {"PRECISION": precision, "ACTIVATION": kernel_activation(activation, self.q)}
-        if self.heads_as_rows:
-            kernel, blocks = _index_keys_of_few_kernel, slab.rows // self.padded * self.tq
-        else:
-            kernel, blocks, meta = _index_keys_kernel, slab.rows // rows, meta | {"BLOCK_M": rows}
+        blocks = slab.rows // self.padded * self.tq if self.heads_as_rows else slab.rows // rows
         # Enough programs that the last wave is short.
         tiles = slab.columns * self.granularity // columns
         parts = max(1, min(tiles, launch.cdiv(6 * tuning.programs(self.q.device), blocks)))
         strides = (*self.q.stride()[:3], self.k.stride(0))
         args = (self.q, self.k, self.w, self.bias, self.lengths, keys, *strides, *self.sizes(slab), scale)
-        kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
+        if self.heads_as_rows:
+            # An axis of programs but the first has at most 65,535.
+            _index_keys_of_few_kernel((blocks, parts, 1), args, meta, num_warps=4, num_stages=stages_of(3, self.q))
+        else:
+            meta |= {"BLOCK_M": rows}
+            _index_keys_kernel((parts, blocks, 1), args, meta, num_warps=4, num_stages=3)
 
     def find(self, slab: Slab, keys: Tensor, wanted: Tensor | None, flags: Tensor | None) -> None:
         given, found = (keys, self.lengths, wanted), (self.threshold, self.last)
