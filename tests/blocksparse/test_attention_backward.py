@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer.blocksparse import Relative, attention, documents, from_dense
+from gossamer.blocksparse import Layout, Relative, attention, documents, from_dense
 from tests.blocksparse.attention_oracle import check, problem, terms_for
 
 
@@ -61,17 +61,18 @@ def test_mask_and_bias_in_two_forms(dtype: torch.dtype, device: torch.device) ->
         attention(*given[:3], layout, mask=mask_blocks, bias=bias.repeat(1, 2, 1, 1))
 
 
-WHYS = ["length", "mask", "bias", "bias of blocks", "documents", "position"]
-WIDE = [pytest.param(why, 128, marks=pytest.mark.native) for why in ("length", "documents", "position")]
+WHYS = ["length", "mask", "bias", "bias of blocks", "documents", "position", "shift", "shift by length", "tall blocks"]
+WIDE = [pytest.param(why, 128, marks=pytest.mark.native) for why in ("length", *WHYS[-5:])]
 
 
 @pytest.mark.parametrize("why, d", [*((why, 64) for why in WHYS), *WIDE, ("relative", 16)])
 def test_a_query_without_keys_may_be_nan(why: str, d: int, dtype: torch.dtype, device: torch.device) -> None:
-    """A query that meets no key behind a length, by a mask, a bias of -inf, the elements of its blocks, or in front of
-    the first key: NaN in the gradients of its results reaches no gradient, nor does NaN in its row, unless a bias or a
-    table is combined with it."""
-    tk = 96 if why == "position" else 128
-    q, k, v, grad, layout = problem(device, dtype, (), (64, 64), (128, tk), (2, 1), d, density=1)
+    """A query that meets no key behind a length, by a mask, a bias of -inf, the elements of its blocks, in front of the
+    first key, or of the blocks of its row: NaN in the gradients of its results reaches no gradient, nor does NaN in its
+    row, unless a bias or a table is combined with it."""
+    tk = {"position": 96, "shift": 160, "shift by length": 192}.get(why, 128)
+    block = (128 if why == "tall blocks" else 64, 64)
+    q, k, v, grad, layout = problem(device, dtype, (), block, (128, tk), (2, 1), d, density=1)
     rows, given, lengths = torch.arange(128, device=device)[:, None], dict[str, Any](), torch.tensor([128, 90])
     alone = (rows[:, 0] == 3) | (rows[:, 0] == 70)
     if why == "length":
@@ -82,6 +83,11 @@ def test_a_query_without_keys_may_be_nan(why: str, d: int, dtype: torch.dtype, d
         alone = rows[:, 0] >= 100
     elif why == "position":
         alone = rows[:, 0] < 32
+    elif why in ("shift", "shift by length", "tall blocks"):
+        blocks = [[False, True]] if why == "tall blocks" else [[False, True, False], [True, True, True]]
+        layout = Layout.from_mask(torch.tensor(blocks, device=device), block, size=(128, tk))
+        alone = rows[:, 0] < (64 if why == "tall blocks" else 32)
+        given["lengths"] = torch.full((2,), 160, device=device) if why == "shift by length" else None
     elif why == "bias":
         bias = torch.zeros(1, 1, 128, 128, device=device, dtype=dtype).masked_fill(alone[:, None], -math.inf)
         given["bias"] = bias.requires_grad_()
@@ -95,7 +101,7 @@ def test_a_query_without_keys_may_be_nan(why: str, d: int, dtype: torch.dtype, d
         given["relative"].table.requires_grad_()
     alone, results = alone.expand(2, 2, 128), []
     for fill in (0, math.nan):
-        plain = why in ("length", "mask", "documents", "position")
+        plain = why not in ("bias", "bias of blocks", "relative")
         leaves = [q.masked_fill(alone[..., None], fill if plain else 0), k, v]
         leaves = [x.detach().requires_grad_() for x in leaves]
         out, lse = attention(*leaves, layout, causal=True, return_lse=True, **given)

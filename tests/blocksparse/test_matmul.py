@@ -12,6 +12,7 @@ from torch import Tensor
 
 from gossamer import blocksparse
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, matmul
+from gossamer.blocksparse._torch import matmul as _torch_matmul
 from tests.blocksparse.products import MIXES, TURNED, Operand, dense_of, draw, layout_of, run
 from tests.strategies import SEEDS, laid_out, seeded
 
@@ -32,6 +33,23 @@ def test_error_budget(mix, turned, dtype: torch.dtype, device: torch.device) -> 
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.5, 1.0])
 def test_wide_grid(mix, turned, sizes, block, density: float, dtype: torch.dtype, device: torch.device) -> None:
     run(mix, turned, sizes, block, dtype, device, lead=(2, 2), density=density)
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("block, density", [(16, 0.8), (32, 0.9)])
+def test_most_small_blocks_are_taken_from_the_whole(
+    block: int, density: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the CPU no pair of their blocks is multiplied, which took up to five times as long."""
+    pairs = _torch_matmul._pairs
+
+    def of_gradients(left: Tensor, right: Tensor, out: Tensor | None, *sizes: int) -> tuple[Tensor, Tensor, Tensor]:
+        assert out is None
+        return pairs(left, right, out, *sizes)
+
+    monkeypatch.setattr(_torch_matmul, "_pairs", of_gradients)
+    sizes = (9 * block, 33, 8 * block + 7)
+    run((False, False, True), (True, False), sizes, (block,) * 3, dtype, torch.device("cpu"), density=density)
 
 
 @pytest.mark.gpu

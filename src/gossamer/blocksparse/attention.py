@@ -47,8 +47,8 @@ def attention(
     aligned with the last key: query i is at the position length - Tq + i, where length is Tk or lengths[b]. If a
     sequence is shorter than that, its first query stands beside the first key, or Tq - Tk in front of it where Tq is
     larger; if causal, queries at negative positions meet no key, nor do queries behind the keys of their sequence. A
-    query that meets no key gives zeros, a log-sum-exp of -inf, and gradients of zero, also where its row or its
-    result's gradient is NaN.
+    query that meets no key gives zeros, a log-sum-exp of -inf, and gradients of zero, also where its result's gradient
+    is NaN, or its row, unless a bias or `relative` is given.
 
     Args:
         q: `[B, H, Tq, D]`, float, any strides, D up to 256. It, k and v may each be a `BlockSparseTensor`, whose absent

@@ -30,8 +30,8 @@ class Config:
     """The properties that the kernels of one attention are compiled for, as one constexpr.
 
     Blocks of the layout (`block_q` by `block_k`), the tile of a step, the widths of q and of values, whether layout
-    and bias have a matrix of their own for each batch and head (and the bias a row for each query); and the additions
-    to the scores: a bias, and `terms` terms of relative positions of `window` numbers each.
+    and bias have a matrix of their own for each batch and head (and the bias a row for each query); the additions to
+    the scores: a bias, and `terms` terms of relative positions of `window` numbers each; and, backward, `leaves_idle`.
     """
 
     block_q: int
@@ -58,6 +58,7 @@ class Config:
     splits: int = 1
     precision: str = "ieee"
     upcast: bool = False
+    idle: bool = False
 
     @property
     def options(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
+from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
 Path = Literal["split", "hopper", "tiles"]
@@ -59,6 +60,13 @@ def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
     (b, h, tq, d), (_, hk, tk, _), dv = call.q.shape, call.k.shape, call.v.shape[3]
     own, (height, width) = (call.own[0] > 0, call.own[1] > 0), call.form[3:5]
     return Problem(b, h, max(hk, 1), tq, tk, d, dv, own, (height, width), call.causal, call.scale)
+
+
+def leaves_idle(p: Problem, lists: Lists, lengths: Tensor | None, bias: Tensor | None = None) -> bool:
+    """Whether a query of a listed block may take no key. Below a diagonal every block of its row may begin behind it,
+    unless the diagonal meets each block that it cuts in the corner of a block row."""
+    aligned = lengths is None and (p.tk - p.tq) % p.block[0] == 0 and p.block[1] % p.block[0] == 0
+    return bias is not None or lists.elements is not None or (p.causal and not aligned)
 
 
 def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Path:

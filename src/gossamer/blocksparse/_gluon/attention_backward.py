@@ -43,7 +43,7 @@ from gossamer.blocksparse._gluon.attention import (
     without_padding,
 )
 from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse.attention_path import empty_like, problem_of
+from gossamer.blocksparse.attention_path import empty_like, leaves_idle, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
@@ -304,9 +304,8 @@ def launch_attention_bwd(
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, sizes = stats.shape[-1], (p.b, p.h, p.group, p.tq, p.tk, lists.form.capacity)
     stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
+    idle = idle if leaves_idle(p, lists, lengths) else None
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
-    if lists.elements is None and lengths is None and not (p.causal and p.tq > p.tk):
-        idle = None  # each query of a listed block takes a key
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
     args = (*inputs, dk_desc, dv_desc, stats_desc, idle, offsets, *listed, *masks, *sizes, scale)

@@ -25,7 +25,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.philox import dropout_weights
 from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, meeting, owner_of, row_of
-from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of, splits_of
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, leaves_idle, problem_of, splits_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
@@ -276,11 +276,13 @@ def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Call
     terms = (0, 0)
     if call.relative is not None and places is not None:
         terms = places.shape[0], call.relative.shape[-1] // places.shape[0]
+    lists, backward = Lists(call.layout, call.form), isinstance(call, BlocksparseAttentionBwd)
+    idle = backward and leaves_idle(p, lists, call.lengths, bias)
     tile = tile_of(max(p.d, p.dv), q.element_size(), p.block, terms[0])
     precision = tuning.dot_precision(q, inner_of(p.d))
-    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"])
+    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"], idle)
     inputs = q.contiguous(), call.k.contiguous(), call.v.contiguous(), bias, call.relative, places
-    return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, call.seed, call.drop, config)
+    return Operands(p, lists, inputs, call.lengths, call.seed, call.drop, config)
 
 
 def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ def _attention_stats_kernel(
 
 
 @triton.jit
-def load_stats(stats_ptr, pair, lines, exists, elements_ptr, Tq, CONFIG: tl.constexpr, ROWS: tl.constexpr):
+def load_stats(stats_ptr, pair, lines, exists, Tq, CONFIG: tl.constexpr, ROWS: tl.constexpr):
     """(log-sum-exp in base 2, row sum, whether they take a key) of queries. The rows of one that takes none may hold
     NaN, which weights of 0 would keep."""
     padded = tl.cdiv(Tq, ROWS) * ROWS
@@ -91,7 +91,7 @@ def load_stats(stats_ptr, pair, lines, exists, elements_ptr, Tq, CONFIG: tl.cons
     lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
     delta = tl.load(stats_ptr + padded, mask=exists, other=0.0)
     # The rows would wait for that: only what may leave a query without keys is asked.
-    if CONFIG.bias != "none" or elements_ptr is not None:
+    if CONFIG.idle:
         exists = lse != float("inf")
     return lse, delta, exists
 
@@ -138,7 +138,7 @@ def _attention_dq_kernel(
     meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (pair // GROUP).to(tl.int64) * Tk
-    lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, elements_ptr, Tq, CONFIG, 64)
+    lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, Tq, CONFIG, 64)
     q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
     grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -208,7 +208,7 @@ def _attention_dkdv_kernel(
             entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
             query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
             present = present & meeting(query, limit, shift, lengths_ptr, Tq, CONFIG)
-            lse, delta, present = load_stats(stats_ptr, of_query, query, present, elements_ptr, Tq, CONFIG, 64)
+            lse, delta, present = load_stats(stats_ptr, of_query, query, present, Tq, CONFIG, 64)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, DV, BLOCK_V)
             s = scores(
@@ -291,7 +291,7 @@ def _attention_dbias_kernel(
             queries = pair.to(tl.int64) * Tq
             keys = (pair // GROUP).to(tl.int64) * Tk
             meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
-            lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, elements_ptr, Tq, CONFIG, 64)
+            lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, Tq, CONFIG, 64)
             q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
@@ -409,7 +409,7 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     return dq, dk, dv, dbias, drelative
 
 
-_CONFIG = replace(EXAMPLE, block_n=32)
+_CONFIG = replace(EXAMPLE, block_n=32, idle=True)
 EXAMPLES = {
     _attention_stats_kernel: {"ROWS": ROWS, "BLOCK_D": 128},
     _attention_dq_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": _CONFIG, "num_stages": 1},
