@@ -1,6 +1,7 @@
 """Functions of several kernels: what is not compiled is compiled side by side, and runs when all of it is."""
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,23 +91,24 @@ def test_kernels_compile_side_by_side_and_launch_in_order(capturing: list[bool])
 
 
 def test_kernels_compile_ahead_and_none_runs(capturing: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
     log: list[tuple[str, str]] = []
     a, b = (launch.Kernel(fn) for fn in _kernels(log, "a", "b").values())
-    x = torch.zeros(16)
+    x, on_gpu = torch.zeros(16), SimpleNamespace(is_cuda=True)
 
-    def function() -> None:
+    def function(_: object) -> None:
         a((1, 1, 1), (x,), {})
         b((1, 1, 1), (x,), {})
 
     capturing[0] = True
-    ahead(function)
-    assert not log
+    assert not ahead(function, on_gpu)
     capturing[0] = False
-    ahead(function)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert not ahead(function, on_gpu)
+    assert not ahead(function, x) and not log
+    assert ahead(function, on_gpu)
     assert sorted(log) == [("compiled", "a"), ("compiled", "b")]
-    function()
+    function(on_gpu)
     assert log[2:] == [("launched", "a"), ("launched", "b")]
 
 

@@ -23,7 +23,7 @@ CASES = [*((kind, options) for kind in KINDS[:2] for options in MATRYOSHKA), ("s
 def make(kind: str, device: torch.device, **options: Any) -> Any:
     """With rows of about 6 latents, where ReLU would keep half of all."""
     model = dense.make(kind, device, **options)
-    if not kind.startswith("matryoshka"):
+    if kind in ("standard", "gated"):
         with torch.no_grad():
             model.W_enc.mul_(4)
             (model.b_enc if kind == "standard" else model.b_gate).sub_(0.8)
@@ -72,6 +72,18 @@ def test_leading_dimensions_evaluation_and_no_rows(kind: str, device: torch.devi
     assert model(x[0]).shape == x[0].shape
 
 
+@pytest.mark.parametrize("kind", ["topk", "batchtopk", "jumprelu", *KINDS])
+def test_a_single_row_without_leading_dimensions(kind: str, device: torch.device, generator: torch.Generator) -> None:
+    x = dense.sample(40, generator).to(device)[:1]
+    model = make(kind, device)
+    found = []
+    for given in (x, x[0]):
+        one = copy.deepcopy(model)
+        got = one.loss(given)
+        found.append((got._replace(reconstruction=got.reconstruction.view(1, -1)), dense.gradients(got, one)))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_autocast_and_bfloat16(kind: str, device: torch.device, generator: torch.Generator) -> None:
     x = dense.sample(40, generator)
@@ -107,13 +119,14 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
             model.loss(x).loss.backward()
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("names", [("mse",), ("further_mse",), ("reconstruction",), ("reconstruction", "further_mse")])
-def test_each_term_of_nested_widths(names: tuple[str, ...], device: torch.device, generator: torch.Generator) -> None:
-    """Against autograd's sum over `reconstructions`, also for the gradient of x."""
+def test_each_term_of_nested_widths(names: tuple[str, ...], generator: torch.Generator) -> None:
+    """Against autograd's sum over `reconstructions` in float64, which the CPU has, also for the gradient of x."""
     weights = [0.5, 0.0, 2.0]
-    model = make("matryoshka", device, widths=[1, 7, 50, 96], inner_weights=weights, dtype=torch.float64)
-    x = dense.sample(40, generator).to(device).double().requires_grad_()
-    direction = torch.randn(x.shape, dtype=torch.float64, generator=generator).to(device)
+    model = make("matryoshka", torch.device("cpu"), widths=[1, 7, 50, 96], inner_weights=weights, dtype=torch.float64)
+    x = dense.sample(40, generator).double().requires_grad_()
+    direction = torch.randn(x.shape, dtype=torch.float64, generator=generator)
     got = copy.deepcopy(model).loss(x)._asdict()
     *inner, whole = model.reconstructions(model.encode(x))
     errors = [(x - each).square().sum(1).mean() for each in inner]
@@ -126,6 +139,36 @@ def test_each_term_of_nested_widths(names: tuple[str, ...], device: torch.device
         gradients.append(torch.autograd.grad(torch.stack([found[name] for name in names]).sum(), x))
     torch.testing.assert_close([got[name] for name in names], [want[name] for name in names])
     torch.testing.assert_close(*gradients)
+
+
+def test_large_numbers_of_x_do_not_round_what_nested_widths_reconstruct(
+    device: torch.device, generator: torch.Generator
+) -> None:
+    x = dense.sample(40, generator).to(device)
+    x[:, 0] += 6000
+    model = make("matryoshka", device)
+    with torch.no_grad():
+        model.W_enc[0] = 0
+    got, want = model.loss(x).reconstruction, model.reconstructions(model.encode(x))[-1]
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-5)
+
+
+class Nothing(torch.autograd.Function):
+    """Its backward pass hands no gradient on."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> None:
+        return None
+
+
+def test_nested_widths_without_any_gradient(device: torch.device, generator: torch.Generator) -> None:
+    model = make("matryoshka", device)
+    Nothing.apply(model.loss(dense.sample(5, generator).to(device)).loss).backward()
+    assert not any(parameter.grad is not None and parameter.grad.any() for parameter in model.parameters())
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -1,6 +1,7 @@
 """TopKSAE and JumpReLUSAE, against the same autoencoders in dense PyTorch."""
 
 import copy
+import sys
 from typing import Any
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from torch import Tensor
 
 from gossamer import gemm, nn, sae
+from gossamer.nn._placement import Here
+from gossamer.rowsparse import Rows
 from gossamer.testing import assert_close
 from tests.syncs import without_a_sync
 
@@ -348,3 +351,58 @@ def test_a_pass_that_compiles_kernels_changes_nothing(kind: str, device: torch.d
     assert all(parameter.grad is None for parameter in model.parameters())
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     assert model.density.basis(training=True) is None and torch.equal(torch.get_rng_state(), state)
+
+
+class Seen(Here):
+    """Lists the operators that a module calls, each with its operands' shapes, its options and the grad mode."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def encode(self, *operands: Any, **options: Any) -> tuple[Any, Tensor]:
+        self.calls.append(("encode", torch.is_grad_enabled(), _shapes(operands), _shapes(options.items())))
+        return super().encode(*operands, **options)
+
+    def decode(self, *operands: Any) -> Tensor:
+        self.calls.append(("decode", torch.is_grad_enabled(), _shapes(operands)))
+        return super().decode(*operands)
+
+
+def _shapes(given: Any) -> list[Any]:
+    if isinstance(given, tuple | list | type({}.items())):
+        return [_shapes(each) for each in given]
+    if isinstance(given, gemm.JumpReLU):
+        return ["JumpReLU", given.bandwidth]
+    return [*given.shape] if isinstance(given, Tensor | Rows) else repr(given)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["TopKSAE", "BatchTopKSAE", "JumpReLUSAE", "StandardSAE", "GatedSAE", "MatryoshkaSAE", "MatryoshkaBatchTopKSAE"],
+)
+def test_kernels_compiled_ahead_are_those_of_the_call(
+    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once in each mode, and again where the first could not be."""
+    model = getattr(nn, kind)(D_IN, D_SAE, **({"k": 6} if "TopK" in kind or "Mat" in kind else {}), device=device)
+    model.density.pinned, model._placement = "sparse", (seen := Seen())
+    x, able, walks = torch.randn(5, D_IN, device=device), [False], []
+
+    def ahead(function: Any, x: Tensor) -> bool:
+        if able[0]:
+            function(x)
+        walks.append(seen.calls.copy())
+        seen.calls.clear()
+        return able[0]
+
+    monkeypatch.setattr(sys.modules["gossamer.nn.sae"], "ahead", ahead)
+    for training, grad in ((True, True), (True, False), (False, True), (False, False)):
+        model.train(training).requires_grad_()
+        for able[0], times in ((False, 1), (True, 1), (True, 0)):
+            walks.clear()
+            seen.calls.clear()
+            with torch.set_grad_enabled(grad):
+                model.loss(x)
+            assert len(walks) == times
+            if able[0] and times:
+                assert walks[0] and walks[0] == seen.calls[: len(walks[0])]

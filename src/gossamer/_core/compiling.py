@@ -79,12 +79,16 @@ def together(function: Callable[..., T]) -> Callable[..., T]:
     return call
 
 
-def ahead(function: Callable[..., object], *args: Any) -> None:
-    """Compiles the kernels that `function` launches on a GPU side by side, and runs none. The calls that follow may
-    change what they are given, as no function of `together` may."""
-    capturing = torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
-    if not (torch.compiler.is_compiling() or walk.raises or walk.pool is not None or _watched() or capturing):
-        _compile(function, *args)
+def ahead(function: Callable[[Any], object], x: Any) -> bool:
+    """Compiles the kernels that `function(x)` launches on a GPU side by side, and runs none. The calls that follow may
+    change their arguments, as no function of `together` may. Returns False where it did not: without a GPU, in
+    compiled code or a graph, or where somebody sees each step."""
+    if not x.is_cuda or torch.compiler.is_compiling() or walk.raises or walk.pool is not None or _watched():
+        return False
+    if torch.cuda.is_current_stream_capturing():
+        return False
+    _compile(function, x)
+    return True
 
 
 def _compile(function: Callable[..., object], *args: Any, **kwargs: Any) -> None:

@@ -317,7 +317,8 @@ class Counters:
     later launch cannot clear them: a call may end between two launches, as `together` ends calls, or by an error.
 
     One buffer serves one stream, as with `Flags`. A launch of a graph gets words of its own that were zeroed ahead, by
-    a call outside of graphs.
+    a call outside of graphs on any stream: a capture begins after the device has finished, as `torch.cuda.graph` sees
+    to, and by `CUDAGraph.capture_begin` the caller has to.
     """
 
     _AHEAD, _WORDS = 128, 1024
@@ -353,11 +354,12 @@ class Counters:
 
 
 _blank: dict[tuple[int, torch.device, int | None], Tensor] = {}
-"""By words, device and stream; under None those of any stream, for graphs."""
+"""Zeros by words, device and stream; under None are those of the first stream, for graphs."""
 
 
 def zeros(words: int, device: torch.device) -> Tensor:
-    """int32 zeros that no kernel writes. Each stream has its own, since no stream waits for another to zero them."""
+    """int32 zeros that no kernel writes. Each stream has its own, since no stream waits for another to zero them; a
+    graph takes those of any stream, under the condition of `Counters`."""
     return _recorded(_zeros, words, device)
 
 

@@ -12,8 +12,8 @@ from gossamer.gemm.records import LinearGlu
 Path = Literal["row", "tiles", "hopper", "products"]
 PATHS: dict[Path, str] = {
     "row": "a single row, K a multiple of 16, and no gradient: a program for each column reads its two rows of weights",
-    "tiles": "up to 64 rows of 16 bits, and on Hopper up to 128 where tiles of 64 columns fill half to all of one "
-    "turn, K a multiple of 16, and no gradient: a program for each 32 or 64 columns",
+    "tiles": "up to 64 rows of 16 bits, and on Hopper up to 128 where tiles of 64 columns take from half a "
+    "turn to one turn, K a multiple of 16, and no gradient: a program for each 32 or 64 columns",
     "hopper": "16 bits on Hopper, and a result that fills two thirds of the turns that its tiles of 128 by 128 take: "
     "one kernel that the copy engine feeds",
     "products": "all other calls: two products of the library, and a kernel that gates",
@@ -46,8 +46,8 @@ def choose_path(call: LinearGlu) -> Path:
 
 
 def works(m: int, n: int, device: torch.device) -> bool:
-    """Whether tiles of all rows, of 32 columns, keep at least half of a GPU at work. From 65 rows on they have 64
-    columns, and Hopper's own kernel is faster where they take more than one turn."""
+    """Whether tiles that hold all rows and 32 columns each keep at least half of a GPU at work. From 65 rows on they
+    have 64 columns, and Hopper's own kernel is faster where they take more than one turn."""
     programs = tuning.programs(device)
     if m <= FEW:
         return 2 * -(-n // 32) >= programs

@@ -59,6 +59,10 @@ class Nested(Reviving):
         parts = self._parts(rows, self._wide)
         return list(accumulate([parts[0] + self.b_dec, *parts[1:]]))
 
+    def _whole_pass(self, x: Tensor) -> None:
+        # `by_width` indexes by counts, which no kernel of a walk has written.
+        self._latents(x, self._slots)
+
     def _parts(self, rows: Rows | Tensor, out_dtype: torch.dtype | None) -> Tensor:
         """`[W, ..., d_in]`: the decoded entries from each width to the next."""
         if isinstance(rows, Tensor):
@@ -148,25 +152,28 @@ class _Nested(torch.autograd.Function):
     def forward(
         ctx: Any, target: Tensor, b_dec: Tensor, parts: Tensor, inner_weights: Sequence[float]
     ) -> tuple[Tensor, ...]:
-        before = target - b_dec.to(torch.promote_types(b_dec.dtype, torch.float32))
+        bias = b_dec.to(torch.promote_types(b_dec.dtype, torch.float32))
+        before = target - bias
         residuals = before.new_empty(parts.shape)
         for part, residual in zip(parts, residuals):
             before = torch.sub(before, part, out=residual)
         count = max(target.shape[:-1].numel(), 1)
-        *inner, mse = (torch.linalg.vector_norm(residuals, dim=-1).square().flatten(1).sum(1) / count).unbind()
+        squares = torch.linalg.vector_norm(residuals, dim=-1, keepdim=True).square()
+        *inner, mse = (squares.flatten(1).sum(1) / count).unbind()
         further = torch.zeros_like(mse)
         for error, weight in zip(inner, inner_weights):
             further = torch.add(further, error, alpha=weight)
         ctx.dtypes, ctx.scales = (target.dtype, b_dec.dtype, parts.dtype), [2 * w / count for w in (*inner_weights, 1)]
         ctx.save_for_backward(residuals)
         ctx.set_materialize_grads(False)
-        return target - before, further, mse.clone()
+        # Not the target less the last residual: numbers of x far above their reconstruction would round it.
+        return sum(parts[1:], parts[0] + bias), further, mse.clone()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, whole: Tensor | None, further: Tensor | None, mse: Tensor | None) -> tuple[Any, ...]:
         (residuals,), (target, b_dec, parts) = ctx.saved_tensors, ctx.dtypes
-        pull = start = residuals.new_zeros(()) if whole is None else whole
+        pull = start = residuals.new_zeros(()).expand(residuals.shape[1:]) if whole is None else whole
         found = residuals.new_empty(residuals.shape, dtype=parts)
         for at in reversed(range(len(residuals))):
             grad = further if at < len(residuals) - 1 else mse
@@ -174,7 +181,7 @@ class _Nested(torch.autograd.Function):
                 pull = torch.addcmul(pull, residuals[at], grad, value=-ctx.scales[at])
             found[at] = pull
         grad_target = (start - pull).to(target) if ctx.needs_input_grad[0] else None
-        return grad_target, pull.flatten(0, -2).sum(0).to(b_dec), found, None
+        return grad_target, pull.reshape(-1, pull.shape[-1]).sum(0).to(b_dec), found, None
 
 
 def by_width(rows: Rows, widths: Sequence[int]) -> Rows:

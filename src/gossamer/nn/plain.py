@@ -109,8 +109,8 @@ class _Kept(Generic[Found]):
             self._dense.add(x.numel())
 
     def settled(self, x: Any) -> str | None:
-        """ "dense" for a call that is left to the class: without gradients, neither compiled nor captured; else None.
-        The parts may have changed since: an owner that moves calls `forget_parts`."""
+        """Returns "dense" for a call that is left to the class: without gradients, neither compiled nor captured; else
+        None. The parts may have changed since: an owner that moves calls `forget_parts`."""
         if type(x) is not Tensor or is_grad_enabled() or is_dynamo_compiling() or x.numel() not in self._dense:
             return None
         return None if x.is_cuda and torch._C._cuda_isCurrentStreamCapturing() else "dense"

@@ -225,7 +225,7 @@ class SparseAutoencoder(torch.nn.Module):
         return self._placement.encode(x, *self._encoder, **options)
 
     def _whole_pass(self, x: Tensor) -> None:
-        """The kernels of a forward pass on packed latents in this mode, and no change."""
+        """Kernels that `forward` and `loss` launch on packed latents in this mode, and no change."""
         rows = self._latents(x, self._slots)[0]
         if self.training:
             with torch.no_grad():
@@ -257,9 +257,9 @@ class SparseAutoencoder(torch.nn.Module):
             )
         if path == "sparse":
             mode = self.training, torch.is_grad_enabled()
-            if x.is_cuda and not (torch.compiler.is_compiling() or self.sharded or mode in self._compiled):
+            skip = torch.compiler.is_compiling() or self.sharded or mode in self._compiled
+            if not skip and ahead(self._whole_pass, x):
                 self._compiled |= {mode}
-                ahead(self._whole_pass, x)
             latents, l0 = sparse(x, self._slots)
             return latents, l0, latents.counts if followed else None
         acts, l0, fired, nnz = encode_dense(x, *self._encoder, **self._options())

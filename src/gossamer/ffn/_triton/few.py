@@ -303,8 +303,8 @@ more. 64 columns are what Hopper's product takes out of shared memory, and read 
 WIDE = replace(HOPPER, hidden=(128, 256, 512), hidden_launch=(8, 3, None))
 WIDE_MANY = replace(WIDE, down=HOPPER_MANY.down, taken=HOPPER_MANY.taken)
 WIDE_COLUMNS = replace(WIDE_MANY, down=(2048, 32, 8))
-"""The same of so many columns that 128 for each program fill most of the GPU, which then turns to no second ones; the
-last with W_down by columns."""
+"""Tiles of 128 columns, for blocks with so many columns that their programs take three quarters of the GPU or more, in
+one turn or several; the last with W_down by columns."""
 
 
 def _with_tensor_cores(x: Tensor, n: int, by_rows: bool) -> Tile:
