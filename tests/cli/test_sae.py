@@ -132,7 +132,8 @@ def test_train_over_two_processes(files: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("explains") == 3 and done.stdout.count("report, log and autoencoders in") == 1
     assert done.stdout.count("Stopped at any moment, the same command goes on at the last checkpoint") == 1
-    few = subprocess.run([*started, "--sweep", "l0=2"], capture_output=True, text=True, timeout=120, env=variables)
+    one = [argument.replace("2,3,4", "2") for argument in started]
+    few = subprocess.run(one, capture_output=True, text=True, timeout=120, env=variables)
     assert few.returncode and few.stderr.count("must have an autoencoder for each, got 1") == 1, few.stderr
     assert "l0=3" in (files / "two" / "report.html").read_text(encoding="utf-8")
     assert run(*given, "--out", files / "one")[0] == 0
