@@ -26,8 +26,10 @@ def selection_calls(device: torch.device) -> None:
     for options in ({}, {"causal": False, "lengths": lengths}):
         out = indexer_scores(q, k, w, bias, **{"causal": True, **options})
         out.where(out.isfinite(), 0).sum().backward()
-    out = indexer_scores(q, k, w, causal=False)
-    out.sum().backward()
+    for activation in ("sigmoid", "relu"):
+        indexer_scores(q, k, w, causal=False, activation=activation).sum().backward()
+    select_topk(q, k, w, None, k=9, causal=True, activation="relu")
+    select_topk(q[:, :, :1], k, w[:, :1], None, k=9, causal=True)
     select_topk(q, k, w, bias, k=12, window=2, sinks=1, granularity=4, causal=True)
     found = select_topk(q, k, w, bias, k=9, window=2, sinks=1, causal=True)
     select_topk(q, k, w, lengths=lengths, k=AdaptiveK("entropy", 2, 8, 16), bias=None, causal=True)
@@ -53,6 +55,7 @@ def sparse_calls(device: torch.device) -> None:
     for given in (None, lengths):
         operands = (leaf(2, 3, 33, 8), leaf(2, 33, 8), leaf(2, 33, 3), leaf(3))
         indexer_loss(q, k, *operands, selection=selection, lengths=given, causal=True).backward()
+        indexer_loss(q, k, *operands, lengths=given, causal=True, activation="relu").backward()
         sparse_attention(q, k, v, selection, indexer=operands, lengths=given, causal=True).sum().backward()
     for gates in (True, False):
         y, angles = leaf(2, 5, 8 * (12 if gates else 7)), torch.randn(5, 8, device=device)
