@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from gossamer import nn
-from gossamer.cli import main
+from gossamer.cli import environment, main
 from gossamer.extract import Extraction, extract
 from gossamer.extract import folder as disk
 from gossamer.extract.text import Text
@@ -126,15 +126,33 @@ def test_train_over_two_processes(files: Path) -> None:
     given = ["train", files / "acts.npy", "--d-sae", 24, "--batch-size", 8, "--device", "cpu", "--sweep", "l0=2,3,4"]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--standalone", "--no-python"]
     command = [sys.executable, "-c", "from gossamer.cli import main; main()", "sae", *given, "--out", files / "two"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    variables = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "300"}
     started = [*torchrun, *map(str, command)]
-    done = subprocess.run(started, capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run(started, capture_output=True, text=True, timeout=120, env=variables)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("explains") == 3 and done.stdout.count("report, log and autoencoders in") == 1
+    assert done.stdout.count("Stopped at any moment, the same command goes on at the last checkpoint") == 1
+    one = [argument.replace("2,3,4", "2") for argument in started]
+    few = subprocess.run(one, capture_output=True, text=True, timeout=120, env=variables)
+    assert few.returncode and few.stderr.count("must have an autoencoder for each, got 1") == 1, few.stderr
     assert "l0=3" in (files / "two" / "report.html").read_text(encoding="utf-8")
     assert run(*given, "--out", files / "one")[0] == 0
     for name in ("l0=2/sae_weights.safetensors", "l0=3/sae_weights.safetensors", "results.json"):
         assert (files / "two" / name).read_bytes() == (files / "one" / name).read_bytes()
+
+
+def test_devices_by_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    monkeypatch.setattr(environment, "devices", lambda: [torch.device("cpu"), *gpus])
+    for name, value in (("TORCHELASTIC_RUN_ID", "run"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    found = [environment.resolve_device(name, "gossamer sae train") for name in ("auto", "cuda", "cpu")]
+    assert found == [gpus[1], gpus[1], torch.device("cpu")]
+    with pytest.raises(ValueError, match=r"--device must be auto, cuda or cpu by torchrun, .* got 'cuda:1'"):
+        environment.resolve_device("cuda:1", "gossamer sae train")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match=r"this machine has 2 for 3 processes. Start fewer processes"):
+        environment.resolve_device("auto", "gossamer sae train")
 
 
 def test_a_loss_that_is_no_number_ends_a_run(files: Path) -> None:

@@ -1,5 +1,6 @@
 """A run of training over several processes, against one: `fully_shard`, the tracker, new weights, checkpoints."""
 
+import errno
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from gossamer import nn, sparsity
+from gossamer._core import files
 from gossamer.train import Config, Corpus, Run, SAEConfig, SAERun, loop
 from tests.train import test_sae
 from tests.train.corpora import write_corpus
@@ -154,3 +156,50 @@ def case_sweep(rank: int, world: int, device: torch.device) -> None:
         for name in ("together", "mixed"):
             for read in (test_sae.curve, test_sae.files, lambda path: (path / "results.json").read_text()):
                 assert read(folder / name) == read(folder / "alone"), name
+
+
+def case_an_error_of_a_sweep_ends_all_ranks(rank: int, world: int, device: torch.device) -> None:
+    """Arguments and folders that differ, the last file, an interrupt: no rank waits, and all learn why."""
+    folder = shared_folder(rank)
+    config = SAEConfig(d_sae=24, batch=16, buffer=64, steps=10, sweep={"l0": [2, 3, 4][:world]})
+    write, saved = files.write_text, SAERun._saved
+
+    def message(name: str, show: Any = lambda record: None, **options: Any) -> str:
+        options = {"checkpoint_every": 10, "log_every": 5, "device": device} | options
+        try:
+            SAERun(config, test_sae.rows(), folder / name, **options).train(show)
+        except BaseException as error:
+            return f"{type(error).__name__}: {error}"
+        return "no error"
+
+    def full(operator: str, file: Path, text: str) -> None:
+        if file.name == "results.json":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        write(operator, file, text)
+
+    def interrupt(record: dict[str, float]) -> None:
+        raise KeyboardInterrupt
+
+    said = [message("run", log_every=5 + (rank == 1)), message("run", checkpoint_every=10 - (rank == 1))]
+    said += [message(f"own-{rank}"), message("run", interrupt)]
+    try:
+        files.write_text = full
+        said.append(message("run"))
+        files.write_text = write
+        if rank == 1:
+            SAERun._saved = lambda run: []  # type: ignore[method-assign]
+        said.append(message("run"))
+    finally:
+        files.write_text, SAERun._saved = write, saved  # type: ignore[method-assign]
+    said.append(message("run"))
+    wanted = [
+        "train: every rank must get the same arguments, and rank 1 has another log_every than rank 0: 6, not 5.",
+        "the same arguments, and rank 1 has another checkpoint_every than rank 0: 9, not 10.",
+        "of rank 1, at step 0, is another than that of rank 0, at step 0. Name a folder",
+        "lost the others" if rank else "KeyboardInterrupt",
+        "No space left on device. All ranks stop; the same call goes on" if rank else "No space left on device",
+        "of rank 1, at step 0, is another than that of rank 0, at step 10. Name a folder",
+        "no error",
+    ]
+    assert all(text in found for text, found in zip(wanted, said, strict=True)), said
+    assert not [*folder.rglob(".rank-*")]

@@ -6,6 +6,7 @@ import io
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -33,12 +34,21 @@ class _Polite:
 
 
 class Group(_Polite, TyperGroup):
-    """A group of commands."""
+    """A group of commands. By torchrun, rank 0 alone tells an error that all ranks have in their arguments."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter:
+            if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
+                # Once rank 0 has told its own, torchrun ends this process.
+                time.sleep(5)
+            raise
 
 
 class Command(_Polite, TyperCommand):
     """A command, whose docstring is its help. SIGTERM, as `timeout` sends it, ends it as Ctrl-C does: the command
-    cleans up, and names the files that it leaves."""
+    cleans up, and names the files that it leaves. A process of torchrun ends by SIGTERM at once, and without a word."""
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:
         # Lines end where the source's do; paragraphs are for the terminal to break.

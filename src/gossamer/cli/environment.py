@@ -13,6 +13,7 @@ import torch
 
 import gossamer
 
+DEVICE_HELP = "auto (the GPU if there is one; by torchrun, each its own), cpu, cuda, or without torchrun cuda:N."
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "sae-lens", "transformers", "liger-kernel", "blksprs")
 
 
@@ -73,8 +74,22 @@ def first_line(*command: str) -> str | None:
 def resolve_device(name: str, command: str) -> torch.device:
     """The device that `--device` of a command names; "auto" is the first GPU, or the CPU where there is none.
 
-    Raises ValueError for a name that is no device of this machine.
+    By torchrun "auto" and "cuda" are this process's own GPU. Raises ValueError for a name that is no device of this
+    machine, and by torchrun for a GPU's number and for more processes than GPUs.
     """
+    gpus = devices()[1:]
+    if "TORCHELASTIC_RUN_ID" in os.environ and gpus and name != "cpu":
+        if name not in ("auto", "cuda"):
+            raise ValueError(
+                f"{command}: --device must be auto, cuda or cpu by torchrun, which gives each process its own GPU, got "
+                f"{name!r}. Choose GPUs by CUDA_VISIBLE_DEVICES."
+            )
+        if (count := int(os.environ["LOCAL_WORLD_SIZE"])) > len(gpus):
+            raise ValueError(
+                f"{command}: each process of torchrun must have its own GPU, and this machine has {len(gpus)} for "
+                f"{count} processes. Start fewer processes, or give --device cpu."
+            )
+        return gpus[int(os.environ["LOCAL_RANK"])]
     if name == "auto":
         return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
     found = {str(device): device for device in devices()}

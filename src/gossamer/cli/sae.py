@@ -22,7 +22,7 @@ from gossamer import extract as extraction
 from gossamer import nn
 from gossamer._core.files import make_folder, write_text, write_whole
 from gossamer.cli.application import Commands
-from gossamer.cli.environment import resolve_device
+from gossamer.cli.environment import DEVICE_HELP, resolve_device
 from gossamer.cli.page import visible
 from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
@@ -37,7 +37,7 @@ _MODEL = typer.Option(None, help="A causal language model of Hugging Face, name 
 _HOOK = typer.Option(None, help="The module of --model whose output the autoencoder takes, such as model.layers.12.")
 _CONTEXT_SIZE = typer.Option(128, min=2, help="With --model: tokens that it reads as one.")
 _CONTEXTS = typer.Option(16, min=1, help="With --model: contexts that it reads at once.")
-_DEVICE = typer.Option("auto", help="auto (the GPU if there is one; by torchrun, each its own), cpu, cuda or cuda:N.")
+_DEVICE = typer.Option("auto", help=DEVICE_HELP)
 _KEY = typer.Option(None, help="The tensor of each .safetensors file, where it holds several.")
 
 
@@ -71,9 +71,11 @@ def extract(
     bar = _bar(console)
     done = step = 0
     with _told("extract", lambda: f"stopped at row {done}; the same command goes on from the last whole file", out):
-        where = _own_device(device, "extract", by_torchrun)
+        where = str(resolve_device(device, "gossamer sae extract"))
         sae_model = _load(autoencoder, where)
         rows = _rows("extract", source, model, hook, key, where, context_size, contexts)
+        if by_torchrun:
+            console.print("Stopped at any moment, the same command goes on from the last whole file.")
         with _ranks(by_torchrun), bar:
             task = bar.add_task("rows", total=None, visible=False)
 
@@ -128,7 +130,7 @@ def train(
 
     Several at once: gossamer sae train activations/ --kind batchtopk --sweep l0=16,32,64 --out run
 
-    Of these, parts on several GPUs: torchrun --nproc-per-node 3 --no-python gossamer sae train ...
+    On several GPUs, each with a part of the sweep: torchrun --nproc-per-node 3 --no-python gossamer sae train ...
 
     A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
     was never killed. Each autoencoder is in a folder that SAELens and nn.load_sae read.
@@ -146,7 +148,7 @@ def train(
 
     way = "the same command goes on at the last checkpoint"
     with _told("train", lambda: way), _ranks(by_torchrun), steps_bar(console) as bar:
-        where = _own_device(device, "train", by_torchrun)
+        where = str(resolve_device(device, "gossamer sae train"))
         values = {name: [*value] if isinstance(value, tuple) else [value] for name, value in set_fields(sweep).items()}
         config = SAEConfig(
             kind=kind, d_sae=d_sae, l0=l0, lr=lr, seed=seed, options=set_fields(set_), sweep=values, steps=steps,
@@ -157,6 +159,8 @@ def train(
         whole = SAERun(
             config, rows, out, key=key, device=where, checkpoint_every=checkpoint_every, log_every=log_every, keep=keep
         )
+        if by_torchrun:
+            console.print(f"Stopped at any moment, {way}.")
         task = bar.add_task("steps", completed=whole.step, total=whole.config.steps, state="")
         count = len(whole.config.names)
         writers = log_writers("gossamer sae train", log, out) if first else []
@@ -407,12 +411,6 @@ def _ranks(by_torchrun: bool) -> Iterator[None]:
     finally:
         if by_torchrun:
             distributed.destroy_process_group()
-
-
-def _own_device(device: str, command: str, by_torchrun: bool) -> str:
-    """The device of this process."""
-    where = str(resolve_device(device, f"gossamer sae {command}"))
-    return f"cuda:{os.environ['LOCAL_RANK']}" if by_torchrun and where.startswith("cuda") else where
 
 
 def _rows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +19,7 @@ from gossamer import train as training
 from gossamer._core.files import make_folder
 from gossamer.cli.application import Commands
 from gossamer.cli.energy import energy_counter
-from gossamer.cli.environment import describe, resolve_device
+from gossamer.cli.environment import DEVICE_HELP, describe, resolve_device
 
 train = Commands("Train transformers whose feed-forward blocks become sparse.")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -87,7 +86,7 @@ def run(
         None, help="Compute layers again in the backward pass, to save memory; the paper's presets do."
     ),
     set_: list[str] = typer.Option([], "--set", help="Any other field of train.Config, as --set length=512."),
-    device: str = typer.Option("auto", help="auto (the GPU if there is one), cpu, cuda or cuda:N."),
+    device: str = typer.Option("auto", help=DEVICE_HELP),
     checkpoint_every: int = typer.Option(100, min=1, help="Steps between checkpoints, and between reports."),
     keep: int = typer.Option(2, min=1, help="Checkpoints that stay."),
     validate_every: int = typer.Option(0, min=0, help="Steps between validations; 0: one at the end."),
@@ -106,8 +105,7 @@ def run(
     was never killed. L1 costs a little loss and leaves few neurons active (L0); too much of it kills neurons, which
     --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
     """
-    with _told("run"), _ranks() as (rank, where):
-        chosen = resolve_device(where or device, "gossamer train run")
+    with _told("run"), _ranks(device) as (rank, chosen):
         dtype = dtype if dtype != "auto" else "bfloat16" if chosen.type == "cuda" else "float32"
         tokens = training.Corpus(corpus)
         given: dict[str, Any] = {
@@ -124,6 +122,8 @@ def run(
             validate_every=validate_every, profiled=profile,
         )  # fmt: skip
         console.print(_introduced(config, tokens, whole.step), markup=False)
+        if distributed.is_torchelastic_launched():
+            console.print("Stopped at any moment, the same command goes on at the last checkpoint.")
         begun, first = joules() if joules else 0, whole.step
 
         def page(record: dict[str, float]) -> None:
@@ -244,13 +244,13 @@ def log_writers(command: str, log: str | None, out: Path) -> list[Callable[[dict
 
 
 @contextmanager
-def _ranks() -> Iterator[tuple[int, str | None]]:
-    """The processes that torchrun started; (rank, its GPU)."""
+def _ranks(device: str) -> Iterator[tuple[int, torch.device]]:
+    """The processes that torchrun started; (rank, its device)."""
+    where = resolve_device(device, "gossamer train run")
     if not distributed.is_torchelastic_launched():
-        yield 0, None
+        yield 0, where
         return
-    gpu = torch.cuda.is_available()
-    where = f"cuda:{os.environ['LOCAL_RANK']}" if gpu else "cpu"
+    gpu = where.type == "cuda"
     if gpu:
         torch.cuda.set_device(where)
     distributed.init_process_group("nccl" if gpu else "gloo")

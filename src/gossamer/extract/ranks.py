@@ -17,7 +17,8 @@ _PATIENCE = timedelta(hours=6)
 class Ranks:
     """This process among those of `torch.distributed`, or alone where that is not initialised.
 
-    An error that leaves a `with` reaches the others at their next `share`.
+    An error that leaves a `with` reaches the others at their next `share`. An interrupt closes the connections at once,
+    and the others then raise as for a rank that is gone.
     """
 
     def __init__(self, operator: str) -> None:
@@ -28,7 +29,7 @@ class Ranks:
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             self.rank, self.size = dist.get_rank(), dist.get_world_size()
             # A group of its own, so that a thread can speak in it while others use theirs, and of gloo, which needs no
-            # GPU: only descriptions and statistics go through it.
+            # GPU: descriptions, statistics and checkpoints, which are in main memory, go through it.
             try:
                 # The first group shows within the usual time whether all ranks come; from then on they may wait for
                 # longer. A rank that has the second group knows that all have the first, and may close that.
@@ -52,6 +53,8 @@ class Ranks:
                 self._tell(error)
         finally:
             dist.destroy_process_group(self._group)
+            # The last reference: only then gloo closes its connections, and ranks that still wait for this one end.
+            self._group = None
 
     def share(self, make: Callable[[], T]) -> list[T]:
         """Calls `make` on each rank; gives rank 0 the results of all ranks, and the others their own.
@@ -103,12 +106,12 @@ class Ranks:
         for rank, message in enumerate(said):
             if message is not None and error is None:
                 raise RuntimeError(
-                    f"{self._operator}: rank {rank} of {self.size} failed with {message} All ranks stop; the same call "
-                    "goes on from the last whole files."
+                    f"{self._operator}: rank {rank} of {self.size} failed with {message.rstrip('.')}. All ranks stop; "
+                    "the same call goes on from the last whole shard or checkpoint."
                 )
 
     def _lost(self, error: Exception) -> NoReturn:
         raise RuntimeError(
             f"{self._operator}: rank {self.rank} of {self.size} lost the others, for one of them has ended. The same "
-            "call goes on from the last whole files."
+            "call goes on from the last whole shard or checkpoint."
         ) from error

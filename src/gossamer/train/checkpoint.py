@@ -53,7 +53,8 @@ def save(
         optimizer: Adam or AdamW of the parameters.
         keep: how many checkpoints stay.
         write: False on ranks that only take part.
-        ranks: those that have tensors of their own each; the file has all of them.
+        ranks: those that have tensors of their own each; the file has all of them. Rank 0 needs main memory for twice
+            the file, and the others for three times their own tensors.
 
     Raises:
         OSError: the disk is full, say. Older checkpoints stay as they are.

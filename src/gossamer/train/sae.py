@@ -10,6 +10,7 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -174,14 +175,14 @@ class SAERun(Resumable):
     Attributes:
         config: with all sizes known.
         models: a `ModuleList` of this rank's autoencoders, with `scale` `[]`.
-        step, records: as in `Run`; records grow on rank 0. A record has the means of the steps since the one before;
-            those of autoencoder number i have the suffix `/i`.
+        step, records: as in `Run`; records grow on rank 0, and on other ranks stay as the folder had them. A record has
+            the means of the steps since the one before; those of autoencoder number i have the suffix `/i`.
         results: on rank 0 of each autoencoder its `evaluate_sae`, once the run is finished; and of a source with
             `losses` the losses and, where the module matters to the model, the loss recovered.
 
     Raises:
         ValueError: a folder with a run of other settings or of another source, too few rows, a corrupt checkpoint,
-            ranks with different arguments or without an autoencoder.
+            ranks with different arguments or folders, or without an autoencoder.
         TypeError, FileNotFoundError: as `gossamer.extract`, of the source.
 
     >>> import tempfile; config = SAEConfig(d_sae=64, batch=8, buffer=16, sweep={"l0": [2, 4]})
@@ -227,7 +228,9 @@ class SAERun(Resumable):
                 f"train: a sweep over {self.ranks.size} processes must have an autoencoder for each, got {count}. "
                 "Start fewer processes."
             )
-        self.ranks.check_alike(asdict(self.config))
+        # The numbers of steps, and whether there are losses, decide when ranks share.
+        alike = {name: getattr(self, name) for name in ("checkpoint_every", "log_every", "keep")}
+        self.ranks.check_alike(asdict(self.config) | alike | {"losses": callable(getattr(self.given, "losses", None))})
         self._numbers = range(self.rank, count, self.ranks.size)
         made = [config.make(self.held_out.shape[1], config.points[number]) for number in self._numbers]
         self.models: Any = torch.nn.ModuleList(model for model, _ in made).to(self.device)
@@ -235,9 +238,27 @@ class SAERun(Resumable):
         groups = [{"params": [*model.parameters()], "lr": lr, "highest": lr} for model, lr in made]
         self.optimizer = torch.optim.Adam(groups, fused=True)
         self._resume(self._held, self.ranks)
+        if self.ranks.size > 1:
+            self._check_folder()
         for model in self.models:
             if self.step and isinstance(model, nn.JumpReLUSAE):
                 model.look_up_whether_fresh()
+
+    def _check_folder(self) -> None:
+        """Raises, on all ranks, where the folder of one is not that of rank 0, or shows another last checkpoint."""
+        with NamedTemporaryFile(prefix=".rank-", dir=self.folder) as own:
+            found = self.ranks.share(lambda: (self.step, Path(own.name).name))
+
+            def compare() -> None:
+                for rank, (step, name) in enumerate(found):
+                    if step != self.step or not (self.folder / name).exists():
+                        raise ValueError(
+                            f"train: folder must be one that all ranks share, and {self.folder} of rank {rank}, at "
+                            f"step {step}, is another than that of rank 0, at step {self.step}. Name a folder on a "
+                            "file system that all ranks see."
+                        )
+
+            self.ranks.share(compare)
 
     @property
     def _held(self) -> dict[str, Tensor]:
@@ -299,8 +320,13 @@ class SAERun(Resumable):
 
     def _write(self, results: list[dict[str, Any]]) -> None:
         self.results = self._of_all(results)
-        if self.rank == 0:
-            files.write_text("train", self.folder / "results.json", json.dumps(self.results, indent=1))
+
+        def write() -> None:
+            if self.rank == 0:
+                files.write_text("train", self.folder / "results.json", json.dumps(self.results, indent=1))
+
+        # No rank leaves before the file is whole: all learn an error of it.
+        self.ranks.share(write)
 
     def _of_all(self, mine: list[Any]) -> list[Any]:
         """On rank 0 one for each autoencoder, from those of each rank's; on others their own."""
