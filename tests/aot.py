@@ -26,7 +26,7 @@ SHARED_MEMORY_LIMIT = {"sm_80": 166_912, "sm_90": 232_448, "sm_100": 232_448, "g
 _OPTIONS = {"num_warps": 4, "num_stages": 2, "maxnreg": None}
 _WORDS = {
     "*i32": "above again any arrived before bits blocks bound cols columns counts elements entries fired flags found"
-    " from heavy idle indices kth last lengths list lists long need nnz offsets order others pairs places plan"
+    " from heavy indices kth last lengths list lists long need nnz offsets order others pairs places plan"
     " positions ranks reach rows sizes some sorted starts table taken tiles ties union wanted",
     "*i64": "index keys map spans words",
     "*u8": "mask",

@@ -91,12 +91,12 @@ class Inputs:
         return hopper.launch_attention_fwd(self.call, tile)
 
     def backward(self, tiles: Tiles | None, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        stats, idle = general_backward.attention_stats(out, self.grad, lse, None)
+        stats = general_backward.attention_stats(out, self.grad, lse, None)
         call: Any = BlocksparseAttentionBwd(self.grad, None, out, lse, *self.call, False, False)
         if tiles is None:
             given = general.operands(call, general_backward.tile_of)
             return general_backward.launch_attention_bwd(given, self.grad, stats)
-        return hopper_backward.launch_attention_bwd(call, self.grad, stats, idle, *tiles)
+        return hopper_backward.launch_attention_bwd(call, self.grad, stats, *tiles)
 
     def calls(self) -> dict[str, tune.Calls]:
         """Of each pass, by tile."""

@@ -58,7 +58,7 @@ def in_units(visible, window, UNIT: tl.constexpr):
 
 
 @triton.jit
-def load_gates(w_ptr, rows, h, Tq, HEADS: tl.constexpr, ACTIVATION: tl.constexpr = "sigmoid"):
+def load_gates(w_ptr, rows, h, Tq, HEADS: tl.constexpr, ACTIVATION: tl.constexpr):
     """A head's weights at queries of one batch element, of which a sigmoid is taken unless it is "relu" that activates;
     0 past the last query."""
     at = w_ptr + rows.to(tl.int64) * HEADS + h

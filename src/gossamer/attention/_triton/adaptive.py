@@ -38,7 +38,7 @@ def _adaptive_k_kernel(
     visible, _ = in_units(visible, 0, UNIT)
     gates = tl.zeros([1], tl.float32)
     for h in range(HEADS):
-        gates += load_gates(w_ptr + batch * Tq * HEADS, t + tl.zeros([1], tl.int32), h, Tq, HEADS)
+        gates += load_gates(w_ptr + batch * Tq * HEADS, t + tl.zeros([1], tl.int32), h, Tq, HEADS, "sigmoid")
     step = tl.sum(gates, axis=0) / STEPS
     keys_ptr += row.to(tl.int64) * stride
     sums = tl.zeros([BLOCK], tl.int32)

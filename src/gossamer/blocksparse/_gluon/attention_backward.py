@@ -10,6 +10,7 @@ computes the transposed scores for that. Statistics, `[B, H, 2, padded]`, are th
 row has no keys or does not exist, and the row sums of grad * out.
 """
 
+import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -46,13 +47,6 @@ from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, confi
 from gossamer.blocksparse.attention_path import empty_like, leaves_idle, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
-
-
-@gluon.jit
-def of_taking(dq, lse, lost):
-    """Gradients of queries, 0 of those that take no key, and NaN where blocks are lost."""
-    lse = gl.convert_layout(lse, gl.SliceLayout(1, dq.type.layout))
-    return gl.where(lost, float("nan"), gl.where(gl.expand_dims(lse, 1) != float("inf"), dq, 0.0))
 
 
 @launch.Kernel
@@ -96,8 +90,7 @@ def _attention_dq_kernel(
     stats_ptr += pair.to(gl.int64) * (2 * padded)
     # The last tiles of a block may lie beyond all statistics.
     known = lines < padded
-    of_lines = gl.load(stats_ptr + lines, mask=known, other=float("inf"))
-    lse = gl.expand_dims(of_lines, 1)
+    lse = gl.expand_dims(gl.load(stats_ptr + lines, mask=known, other=float("inf")), 1)
     delta = gl.expand_dims(gl.load(stats_ptr + padded + lines, mask=known, other=0.0), 1)
     dq = gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
@@ -135,7 +128,7 @@ def _attention_dq_kernel(
         dq = warpgroup_mma(ds, matrix(k_bufs, (steps - 1) % (STAGES + 1)), dq, use_acc=steps > 1, is_async=True)
         dq = warpgroup_mma_wait(0, deps=(dq,))
     thread_barrier()
-    emit(dq_desc, q_bufs.index(0), of_taking(dq * (scale * LN2), of_lines, lost), batch, head, first)
+    emit(dq_desc, q_bufs.index(0), gl.where(lost, float("nan"), dq * (scale * LN2)), batch, head, first)
     tma.store_wait(0)
 
 
@@ -164,39 +157,11 @@ def fetch_with(desc, buffers, stats_desc, stats, ready, slot, batch, head, H, ro
     tma.async_copy_global_to_shared(stats_desc, [2 * (batch * H + head), row], bar, stats.index(slot), pred=pred)
 
 
-@gluon.jit
-def idle_at(
-    idle_ptr, tile, order_ptr, rows_ptr, begin, step, steps, base, Tq, SPLIT: gl.constexpr, TILE: gl.constexpr
-):  # fmt: skip
-    """Whether one of the queries of the tile of `step` takes no key; `tile` is the head's first."""
-    some = step < 0
-    if idle_ptr is not None:
-        at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT, TILE)
-        some = gl.load(idle_ptr + tile + at // TILE, mask=(step < steps) & (at < Tq), other=0) != 0
-    return some
-
-
-@gluon.jit
-def clear_idle(idle_ptr, some, q_bufs, g_bufs, stats, g_ready, slot, phase):
-    """Zeros in the rows of queries that take no key, if there are some. These rows may hold NaN, which weights of 0
-    would keep."""
-    if idle_ptr is not None:
-        if some:
-            mbarrier.wait(g_ready.index(slot), phase)
-            rows: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-            taking = stats.index(slot).slice(0, 1).permute((1, 0)).load(rows) != float("inf")
-            q, grad = matrix(q_bufs, slot), matrix(g_bufs, slot)
-            q.store(gl.where(taking, q.load(rows), 0.0))
-            grad.store(gl.where(taking, grad.load(rows), 0.0))
-            fence_async_shared()
-            thread_barrier()
-
-
 @launch.Kernel
 @gluon.jit(do_not_specialize=["capacity"])
 def _attention_dkdv_kernel(
-    q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, idle_ptr, offsets_ptr, order_ptr, rows_ptr,
-    elements_ptr, lengths_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
+    q_desc, grad_desc, k_desc, v_desc, dk_desc, dv_desc, stats_desc, offsets_ptr, order_ptr, rows_ptr, elements_ptr,
+    lengths_ptr, B, H, GROUP, Tq, Tk, capacity, scale, CONFIG: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = CONFIG.stages
     BLOCK: gl.constexpr = CONFIG.block_n
@@ -215,8 +180,9 @@ def _attention_dkdv_kernel(
     thread_barrier()
 
     tiles = gl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK)
-    first, pair = gl.program_id(0) % tiles * BLOCK, gl.program_id(0) // tiles
-    batch, key_head = pair // (H // GROUP), pair % (H // GROUP)
+    program = gl.program_id(0)
+    batch, key_head = program // tiles // (H // GROUP), program // tiles % (H // GROUP)
+    first = program % tiles * BLOCK
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     limit, shift = reached(lengths_ptr, batch, Tq, Tk)
     fetch(k_desc, k_bufs, k_ready, 0, batch, key_head, first, True)
@@ -224,7 +190,8 @@ def _attention_dkdv_kernel(
 
     keys = first + gl.arange(0, BLOCK, layout=gl.SliceLayout(1, scores))
     inner = gl.arange(0, BLOCK, layout=gl.SliceLayout(0, scores))
-    dk, dv = gl.zeros([BLOCK, D], gl.float32, sums), gl.zeros([BLOCK, D], gl.float32, sums)
+    dk = gl.zeros([BLOCK, D], gl.float32, sums)
+    dv = gl.zeros([BLOCK, D], gl.float32, sums)
     none = gl.zeros([BLOCK, BLOCK], gl.float32, scores)
     k, v = owned(k_bufs, k_ready), owned(v_bufs, v_ready)
     count = 0
@@ -232,24 +199,20 @@ def _attention_dkdv_kernel(
         head = key_head * GROUP + member
         lists = (offsets_ptr, order_ptr, rows_ptr)
         begin, blocks, base, lost = column_of(lists, first, limit, shift, batch, head, sizes, CONFIG)
-        tile = (batch * H + head) * gl.cdiv(Tq, BLOCK)
         steps = blocks * SPLIT_Q
         for i in gl.static_range(STAGES):
             start = row_at(order_ptr, rows_ptr, begin, i, steps, base, SPLIT_Q, BLOCK)
             place = (count + i) % STAGES
             fetch_with(q_desc, q_bufs, stats_desc, stats, q_ready, place, batch, head, H, start, i < steps)
             fetch(grad_desc, g_bufs, g_ready, place, batch, head, start, i < steps)
-        dk, dv = warpgroup_mma_init(dk), warpgroup_mma_init(dv)
-        # Told a step ahead, so that no copy is waited for longer.
-        some_idle = idle_at(idle_ptr, tile, order_ptr, rows_ptr, begin, 0, steps, base, Tq, SPLIT_Q, BLOCK)
+        dk = warpgroup_mma_init(dk)
+        dv = warpgroup_mma_init(dv)
         for step in range(steps):
             slot = count % STAGES
             at = row_at(order_ptr, rows_ptr, begin, step, steps, base, SPLIT_Q, BLOCK)
             ahead = row_at(order_ptr, rows_ptr, begin, step - 1 + STAGES, steps, base, SPLIT_Q, BLOCK)
             cut = cut_at(elements_ptr, gl.load(order_ptr + begin + step // SPLIT_Q))
-            next_idle = idle_at(idle_ptr, tile, order_ptr, rows_ptr, begin, step + 1, steps, base, Tq, SPLIT_Q, BLOCK)
             mbarrier.wait(q_ready.index(slot), count // STAGES & 1)
-            clear_idle(idle_ptr, some_idle, q_bufs, g_bufs, stats, g_ready, slot, count // STAGES & 1)
             s = warpgroup_mma(k, matrix(q_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
             mbarrier.wait(g_ready.index(slot), count // STAGES & 1)
             dp = warpgroup_mma(v, matrix(g_bufs, slot).permute((1, 0)), none, use_acc=False, is_async=True)
@@ -260,16 +223,18 @@ def _attention_dkdv_kernel(
             later = (step > 0) & (step - 1 + STAGES < steps)
             fetch_with(q_desc, q_bufs, stats_desc, stats, q_ready, free, batch, head, H, ahead, later)
             fetch(grad_desc, g_bufs, g_ready, free, batch, head, ahead, later)
-            p = exp2(s * scale - stats.index(slot).slice(0, 1).load(scores))
+            lse = stats.index(slot).slice(0, 1).load(scores)
+            p = exp2(s * scale - lse)
             p = masked_columns(p, at, inner, keys, first + BLOCK, limit, shift, elements_ptr, cut, step, CONFIG)
             dv = warpgroup_mma(gl.convert_layout(p.to(q_desc.dtype), operand), matrix(g_bufs, slot), dv, is_async=True)
             dp = warpgroup_mma_wait(1, deps=(dp,))
             delta = stats.index(slot).slice(1, 1).load(scores)
             ds = gl.convert_layout((p * (dp - delta)).to(q_desc.dtype), operand)
             dk = warpgroup_mma(ds, matrix(q_bufs, slot), dk, is_async=True)
-            count, some_idle = count + 1, next_idle
+            count += 1
         dk, dv = warpgroup_mma_wait(0, deps=(dk, dv))
-        dk, dv = gl.where(lost, float("nan"), dk), gl.where(lost, float("nan"), dv)
+        dk = gl.where(lost, float("nan"), dk)
+        dv = gl.where(lost, float("nan"), dv)
         thread_barrier()
     emit(dk_desc, k_bufs.index(0), dk * (scale * LN2), batch, key_head, first)
     emit(dv_desc, v_bufs.index(0), dv, batch, key_head, first)
@@ -292,23 +257,26 @@ taken over for D 128, where nothing was measured."""
 
 
 def launch_attention_bwd(
-    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, idle: Tensor | None, of_dq: Tile = TILE,
-    of_dkdv: Tile = TILE,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    call: BlocksparseAttentionBwd, grad: Tensor, stats: Tensor, of_dq: Tile = TILE, of_dkdv: Tile = TILE
+) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `grad` has contiguous rows."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
-    q, grad = readable(call.q), readable(grad)
+    q = call.q
+    if leaves_idle(p, lists, lengths):
+        # Rows of queries that take no key may hold NaN, which weights of 0 would keep.
+        taking = (stats[:, :, 0, : p.tq] != float("inf"))[..., None]
+        q, grad = torch.where(taking, q, 0), torch.where(taking, grad, 0)
+    q, grad = readable(q), readable(grad)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]
     dq_desc, dk_desc, dv_desc = (descriptor(t, SIDE) for t in (dq, dk, dv))
     padded, sizes = stats.shape[-1], (p.b, p.h, p.group, p.tq, p.tk, lists.form.capacity)
     stats_desc = TensorDescriptor(stats, [2 * p.b * p.h, padded], [padded, 1], [2, SIDE], STATS)
-    idle = idle if leaves_idle(p, lists, lengths) else None
     masks, scale = (lists.elements, lengths), p.scale * INV_LN2
     offsets, *listed = lists.col_offsets, lists.transpose_order, lists.row_indices
     split, config = p.block[1] // SIDE, config_of(p, of_dkdv)
-    args = (*inputs, dk_desc, dv_desc, stats_desc, idle, offsets, *listed, *masks, *sizes, scale)
+    args = (*inputs, dk_desc, dv_desc, stats_desc, offsets, *listed, *masks, *sizes, scale)
     grid = (p.columns * split * p.b * p.key_heads, 1, 1)
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     offsets, split, config = lists.row_offsets, p.block[0] // SIDE, config_of(p, of_dq)

@@ -53,12 +53,11 @@ ROWS = 64
 
 @launch.kernel
 def _attention_stats_kernel(
-    out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, idle_ptr, stride_gb, stride_gh, stride_gt, H, T, D, tiles,
+    out_ptr, grad_ptr, lse_ptr, grad_lse_ptr, stats_ptr, stride_gb, stride_gh, stride_gt, H, T, D, tiles,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     """`stats`, `[B, H, 2, tiles * ROWS]`: the log-sum-exp in base 2, +inf where a row has no keys or is padding, so
-    that weights are 0 there; and the row sums of grad * out, less the gradient of the log-sum-exp, 0 there. `idle` says
-    of each ROWS queries whether one of them has no keys."""
+    that weights are 0 there; and the row sums of grad * out, less the gradient of the log-sum-exp, 0 there."""
     pair = tl.program_id(0) // tiles
     lines = tl.program_id(0) % tiles * ROWS + tl.arange(0, ROWS)
     inner = tl.arange(0, BLOCK_D)
@@ -76,7 +75,6 @@ def _attention_stats_kernel(
         delta -= tl.load(grad_lse_ptr + line, mask=exists, other=0.0)
     # A query that meets no key may have NaN as its gradient, which weights of 0 would keep.
     delta = tl.where(lse == float("inf"), 0.0, delta)
-    tl.store(idle_ptr + tl.program_id(0), tl.max((exists & (lse == float("inf"))).to(tl.int32), 0))
     stats_ptr += pair.to(tl.int64) * (2 * tiles * ROWS) + lines
     tl.store(stats_ptr, lse)
     tl.store(stats_ptr + tiles * ROWS, delta)
@@ -322,16 +320,15 @@ def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:
     return Tile(min(side, block[0]), min(keys, block[1]), 4, 1)
 
 
-def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(the numbers that the backward kernels keep of each query, int32: which ROWS of them are `idle` in part); lse is
-    contiguous, grad has contiguous rows."""
+def attention_stats(out: Tensor, grad: Tensor, lse: Tensor, grad_lse: Tensor | None) -> Tensor:
+    """The numbers that the backward kernels keep of each query; lse is contiguous, grad has contiguous rows."""
     b, h, t, d = out.shape
     tiles = launch.cdiv(t, ROWS)
-    stats, idle = lse.new_empty(b, h, 2, tiles * ROWS), lse.new_empty(b, h, tiles, dtype=torch.int32)
-    args = (out.transpose(1, 2).contiguous(), grad, lse, grad_lse, stats, idle, *grad.stride()[:3], h, t, d, tiles)
+    stats = lse.new_empty(b, h, 2, tiles * ROWS)
+    args = (out.transpose(1, 2).contiguous(), grad, lse, grad_lse, stats, *grad.stride()[:3], h, t, d, tiles)
     meta = {"ROWS": ROWS, "BLOCK_D": launch.next_power_of_2(d)}
     _attention_stats_kernel((b * h * tiles, 1, 1), args, meta)
-    return stats, idle
+    return stats
 
 
 def launch_attention_bwd(
@@ -393,11 +390,11 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
         return dq, dk, dv, dbias, drelative
     # Statistics, and the copy engine, read rows wherever they stand.
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
-    stats, idle = attention_stats(out, grad, lse, grad_lse)
+    stats = attention_stats(out, grad, lse, grad_lse)
     if choose_path(call) == "hopper":
         from gossamer.blocksparse._gluon.attention_backward import launch_attention_bwd as on_hopper
 
-        return *on_hopper(call, grad, stats, idle), dbias, drelative
+        return *on_hopper(call, grad, stats), dbias, drelative
     given, grad, sums = operands(call, tile_of), grad.contiguous(), None
     if relative is not None and call.with_relative:
         sums = torch.zeros_like(relative, dtype=torch.float32)
