@@ -56,6 +56,12 @@ SECTIONS = (
         ("gated",),
     ),
     Section(
+        "Whole models with sparse feed-forward blocks",
+        "Llama-like models of 8 to 38 layers; `entries` is how many of the 5,632 neurons of a block fire for a token.",
+        "ffn-models-nvidia-h200",
+        ("model",),
+    ),
+    Section(
         "Block-sparse attention",
         "Random layouts, another for each head; `density` is the percentage of blocks that are present.",
         "blocksparse-attention-nvidia-h100-80gb-hbm3",
