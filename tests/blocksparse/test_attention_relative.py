@@ -36,6 +36,25 @@ def test_one_relative_term_needs_no_list(device: torch.device) -> None:
     assert torch.equal(attention(q, k, v, layout, relative=term), attention(q, k, v, layout, relative=[term]))
 
 
+@pytest.mark.parametrize("beyond", [False, True])
+@pytest.mark.parametrize("rows, first", [(1, 0), (4, -3), (5, 2), (6, -9)])
+def test_bounds_that_are_not_symmetric(rows: int, first: int, beyond: bool, device: torch.device) -> None:
+    """Row r belongs to the relative position first + r, and beyond them stand the outermost rows, or zeros."""
+    q, k, v, grad, layout = problem(device, torch.float32, (), (16, 16), (40, 50), (2, 2), 16, density=1)
+    table = torch.randn(2, rows, 16, device=device, requires_grad=True)
+    places = torch.arange(40, device=device, dtype=torch.int8), torch.arange(50, device=device, dtype=torch.int8)
+    out = attention(q, k, v, layout, relative=Relative.starting_at(table, *places, first, zeros_beyond=beyond))
+    at = places[1][None, :].long() - places[0][:, None].long() - first
+    wide = table.double()[:, at.clamp(0, rows - 1)]
+    if beyond:
+        wide = wide * ((at >= 0) & (at < rows))[..., None]
+    scores = torch.einsum("bhqd,bhqkd->bhqk", q.double(), k.double()[:, :, None] + wide) / 4
+    wanted = scores.softmax(-1) @ v.double()
+    torch.testing.assert_close(out.double(), wanted, rtol=1e-4, atol=1e-5)
+    (ours,), (theirs,) = (torch.autograd.grad(x, table, grad.to(x.dtype)) for x in (out, wanted))
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
 def test_plain_load_reads_a_term(device: torch.device) -> None:
     term, file = terms_for(device, torch.float32, 40, 50, 16, 2)[0], io.BytesIO()
     torch.save(term, file)
@@ -67,3 +86,7 @@ def test_errors_of_relative() -> None:
         Relative(torch.ones(1, 4, 8), places, places)
     with pytest.raises(TypeError, match=r"blocksparse\.Relative: key_positions must be integers, got float32"):
         Relative(torch.ones(1, 5, 8), places, places.float())
+    with pytest.raises(ValueError, match=r"table must have shape \[H, R, D\] with R of at least 1"):
+        Relative.starting_at(torch.ones(1, 0, 8), places, places, 0)
+    with pytest.raises(TypeError, match=r"blocksparse\.Relative: key_positions must be integers, got float32"):
+        Relative.starting_at(torch.ones(1, 4, 8), places, places.float(), 0)

@@ -51,6 +51,37 @@ class Relative:
             if given.is_floating_point() or given.is_complex() or given.dtype is torch.bool:
                 raise TypeError(f"{_NAME}: {name} must be integers, got {checks.name_of(given.dtype)}. Round them.")
 
+    @classmethod
+    def starting_at(
+        cls, table: Tensor, query_positions: Tensor, key_positions: Tensor, first: int, *, zeros_beyond: bool = False
+    ) -> Relative:
+        """A term whose rows belong to key_j - query_i = `first`, `first` + 1 and on, for bounds that are not symmetric.
+
+        Args:
+            table: `[H or 1, R, D]`, any R from 1 on.
+            query_positions: as in `Relative`.
+            key_positions: as in `Relative`; also without `first` and half of R they are within 2^30 of 0.
+            first: the relative position of the first row.
+            zeros_beyond: pairs before the first and behind the last row have no term; otherwise they have these rows.
+
+        Raises:
+            ValueError: table has no three dimensions, or no row.
+            TypeError: as in `Relative`.
+
+        >>> Relative.starting_at(torch.randn(1, 4, 8), torch.arange(32), torch.arange(32), -3).table.shape
+        torch.Size([1, 5, 8])
+        """
+        checks.floating(_NAME, table=table)
+        if table.dim() != 3 or table.shape[1] == 0:
+            raise ValueError(f"{_NAME}: table must have shape [H, R, D] with R of at least 1, got {list(table.shape)}.")
+        edge = torch.zeros_like(table[:, :1])
+        if zeros_beyond:
+            table, first = torch.cat([edge, table, edge], 1), first - 1
+        if table.shape[1] % 2 == 0:
+            table = torch.cat([table, table[:, -1:]], 1)
+        term = cls(table, query_positions, key_positions)
+        return cls(table, query_positions, key_positions.long() - (first + term.clip))
+
     @property
     def clip(self) -> int:
         """c: from where on positions are all the same."""
