@@ -170,7 +170,7 @@ def sparse_seconds(m: int, cost: Costs, nnz: float, over: float = 0.0) -> float:
 def overflowing(nnz: float, n: int) -> float:
     """The share of rows with more entries in a tile than it has slots, and so heavy, if entries stand at random: their
     numbers are then Poisson's."""
-    mean = nnz * min(1.0, TILE / max(n, 1))
+    mean = nnz * min(1.0, TILE / n) if n else 0.0
     fits = math.exp(-mean) * sum(mean**k / math.factorial(k) for k in range(SLOTS + 1))
     return max(1.0, n / TILE) * max(0.0, 1 - fits)
 
