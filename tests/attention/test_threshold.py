@@ -1,5 +1,6 @@
 """The key down to which rows of integers take their largest, and the column at which ties end."""
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -9,14 +10,13 @@ import torch
 from gossamer._core.ops import INTERPRET
 
 kernels = pytest.importorskip("gossamer.attention._triton.threshold")
-few_rows = pytest.importorskip("gossamer.attention._triton.few_rows")
 pytestmark = pytest.mark.kernels
 KEPT = 31744
 
 
-def _check(
-    keys: torch.Tensor, k: int, wanted: torch.Tensor | None = None, window: int = 0, sinks: int = 0,
-    segments: bool = False,
+def check(
+    find: Callable[..., Any], keys: torch.Tensor, k: int, wanted: torch.Tensor | None = None, window: int = 0,
+    sinks: int = 0,
 ) -> None:  # fmt: skip
     """Rows of a causal block: the last sees all columns, the one before it all but one."""
     rows, columns = keys.shape
@@ -26,11 +26,7 @@ def _check(
     found = [torch.empty(rows, dtype=torch.int32, device=keys.device) for _ in range(2)]
     packed = not (INTERPRET or torch.version.hip)
     sizes = (0, rows, rows, columns, columns, 1)
-    given = ((keys, None, wanted), found, rows, sizes, (k, window, sinks), packed, 1)
-    if segments:
-        assert few_rows.find_in_segments(*given)
-    else:
-        kernels.find_thresholds(*given)
+    assert find((keys, None, wanted), found, rows, sizes, (k, window, sinks), packed, 1) is not False
     for row in range(rows):
         seen, take = columns - rows + 1 + row, k if wanted is None else int(wanted[row])
         column = torch.arange(seen, device=keys.device)
@@ -41,34 +37,27 @@ def _check(
         assert torch.equal(taken.nonzero().squeeze(1), best.sort().values)
 
 
-@pytest.mark.parametrize(
-    "registers, segments", [(32768, False), (64, False), (64, True)], ids=["in registers", "beyond them", "in segments"]
-)
+@pytest.mark.parametrize("registers", [32768, 64], ids=["in registers", "beyond them"])
 @pytest.mark.parametrize("levels", [31000, 5, 1])
 @pytest.mark.parametrize("k, each", [(1, False), (40, False), (40, True), (300, False)])
 def test_a_stable_sort_takes_the_same(
-    k: int, each: bool, levels: int, registers: int, segments: bool, device: torch.device, generator: torch.Generator,
-    monkeypatch: Any,
-) -> None:  # fmt: skip
+    k: int, each: bool, levels: int, registers: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
+) -> None:
     monkeypatch.setattr(kernels, "MAX_REGISTERS", registers)
-    monkeypatch.setattr(few_rows, "FEW", 1)
     keys = torch.randint(1, levels + 1, (3, 256), device=device, generator=generator, dtype=torch.int16)
     wanted = torch.tensor([k, max(k // 2, 1), 1], dtype=torch.int32, device=device) if each else None
-    _check(keys, k, wanted, segments=segments)
+    check(kernels.find_thresholds, keys, k, wanted)
 
 
-@pytest.mark.parametrize("segments", [False, True])
 @pytest.mark.parametrize("levels", [31000, 300])
 @pytest.mark.parametrize("window, sinks", [(0, 0), (300, 0), (30, 7)])
 def test_long_rows(
-    window: int, sinks: int, levels: int, segments: bool, device: torch.device, generator: torch.Generator,
-    monkeypatch: Any,
-) -> None:  # fmt: skip
+    window: int, sinks: int, levels: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
+) -> None:
     """With few levels many keys equal the threshold."""
     monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
-    monkeypatch.setattr(few_rows, "FEW", 1)
     keys = torch.randint(1, levels + 1, (3, 8192), device=device, generator=generator, dtype=torch.int16)
-    _check(keys, 500, window=window, sinks=sinks, segments=segments)
+    check(kernels.find_thresholds, keys, 500, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("workspace", [None, 1 << 26, 0], ids=["default", "64 MiB", "the least"])

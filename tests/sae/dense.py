@@ -84,3 +84,43 @@ def check_path(path: str, m: int, n: int, capacity: int, jump: bool, generator: 
     wanted = torch.where(kept, z, 0)
     assert torch.equal(rows.to_dense(), wanted)
     assert torch.equal(rows.counts, (wanted != 0).sum(1))
+
+
+SCALED = ("topk", "abstopk", "batchtopk")
+"""Activations of a selection by size."""
+BANDWIDTH = 0.75
+"""Of the cases of JumpReLU."""
+
+
+def jumprelu_case(
+    shape: tuple[int, ...], d: int, n: int, dtype: torch.dtype, generator: torch.Generator
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """(leaves, weights of the activations, weights of l0)."""
+    device = generator.device
+
+    def draw(*size: int) -> Tensor:
+        return torch.randn(size, device=device, generator=generator, dtype=torch.float64)
+
+    leaves = {"x": draw(*shape, d), "W_enc": draw(d, n) / d**0.5, "b_enc": draw(n) / 4, "b_dec": draw(d) / 4}
+    leaves["threshold"] = 0.1 + draw(n).abs() / 2
+    leaves = {name: leaf.to(dtype if name in ("x", "W_enc") else torch.float32) for name, leaf in leaves.items()}
+    return leaves, draw(*shape, n), draw(*shape)
+
+
+def gradients(leaves: dict[str, Tensor], dtype: torch.dtype, loss: Any) -> dict[str, Tensor]:
+    own = {name: leaf.detach().to(dtype).requires_grad_() for name, leaf in leaves.items()}
+    value = loss(**own)
+    return dict(zip(own, torch.autograd.grad(value, own.values())))
+
+
+def capacities(activation: str, *others: Any) -> tuple[Any, ...]:
+    """Those that an activation takes."""
+    return (None, *others) if activation in ("relu", "jumprelu") else (None,)
+
+
+def options_for(activation: str, n: int, k: int, threshold: Tensor) -> dict[str, Any]:
+    if activation == "jumprelu":
+        return {"activation": activation, "threshold": threshold}
+    if activation == "groupmax":
+        k = max(groups for groups in range(1, min(k, n) + 1) if n % groups == 0)
+    return {"activation": activation} if activation == "relu" else {"activation": activation, "k": min(k, n)}
