@@ -134,7 +134,7 @@ def test_train_over_two_processes(files: Path) -> None:
     assert done.stdout.count("Stopped at any moment, the same command goes on at the last checkpoint") == 1
     one = [argument.replace("2,3,4", "2") for argument in started]
     few = subprocess.run(one, capture_output=True, text=True, timeout=120, env=variables)
-    assert few.returncode and few.stderr.count("must have an autoencoder for each, got 1") == 1, few.stderr
+    assert few.returncode and "must have an autoencoder for each, got 1" in few.stderr, few.stderr
     assert "l0=3" in (files / "two" / "report.html").read_text(encoding="utf-8")
     assert run(*given, "--out", files / "one")[0] == 0
     for name in ("l0=2/sae_weights.safetensors", "l0=3/sae_weights.safetensors", "results.json"):

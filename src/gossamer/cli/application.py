@@ -6,7 +6,6 @@ import io
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -34,16 +33,7 @@ class _Polite:
 
 
 class Group(_Polite, TyperGroup):
-    """A group of commands. By torchrun, rank 0 alone tells an error that all ranks have in their arguments."""
-
-    def invoke(self, ctx: Any) -> Any:
-        try:
-            return super().invoke(ctx)
-        except typer.BadParameter:
-            if os.environ.get("RANK", "0") != "0" and "TORCHELASTIC_RUN_ID" in os.environ:
-                # Once rank 0 has told its own, torchrun ends this process.
-                time.sleep(5)
-            raise
+    """A group of commands."""
 
 
 class Command(_Polite, TyperCommand):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import distributed
 
 import gossamer
 
@@ -78,7 +79,7 @@ def resolve_device(name: str, command: str) -> torch.device:
     machine, and by torchrun for a GPU's number and for more processes than GPUs.
     """
     gpus = devices()[1:]
-    if "TORCHELASTIC_RUN_ID" in os.environ and gpus and name != "cpu":
+    if distributed.is_torchelastic_launched() and gpus and name != "cpu":
         if name not in ("auto", "cuda"):
             raise ValueError(
                 f"{command}: --device must be auto, cuda or cpu by torchrun, which gives each process its own GPU, got "
