@@ -8,7 +8,7 @@ import torch
 triton = pytest.importorskip("triton")
 tl = triton.language
 
-from gossamer._core import launch  # noqa: E402
+from gossamer._core import launch, stream_memory  # noqa: E402
 from gossamer._core.ops import INTERPRET  # noqa: E402
 
 
@@ -16,10 +16,9 @@ from gossamer._core.ops import INTERPRET  # noqa: E402
 def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
     """One buffer a stream; a graph gets words of its own, zeroed ahead while there are any."""
     streams, graph, capturing = [7], [False], [False]
-    monkeypatch.setattr(launch, "in_graph_pool", lambda device: graph[0])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: streams[0], raising=False)
+    monkeypatch.setattr(stream_memory, "shared_stream", lambda device: None if graph[0] else streams[0])
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
-    counters, cpu = launch.Counters(), torch.device("cpu")
+    counters, cpu = stream_memory.Counters(), torch.device("cpu")
     first = counters.get(5, cpu)
     assert first.dtype is torch.int32 and first.numel() >= 5 and not first.any()
     assert counters.get(9, cpu) is first
@@ -44,30 +43,26 @@ def test_counters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_streams_share_no_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stream that has not waited for another might read the other's before they are zero."""
-    stream, cpu = [7], torch.device("cpu")
-    monkeypatch.setattr(launch, "_blank", {})
-    monkeypatch.setattr(launch, "in_graph_pool", lambda device: False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: stream[0], raising=False)
-    first = launch.zeros(4, cpu)
-    assert launch.zeros(4, cpu) is first and launch.zeros(8, cpu) is not first and not first.any()
+    stream, cpu, zeros = [7], torch.device("cpu"), stream_memory.Zeros()
+    monkeypatch.setattr(stream_memory, "shared_stream", lambda device: stream[0])
+    first = zeros.get(4, cpu)
+    assert zeros.get(4, cpu) is first and zeros.get(8, cpu) is not first and not first.any()
     stream[0] = 8
-    assert launch.zeros(4, cpu) is not first
+    assert zeros.get(4, cpu) is not first
 
 
 def test_a_graph_zeroes_nothing_that_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     """Zeros of a call before the capture outlive the graph; without one, and in a warm-up run, the pool has its own."""
-    graph, capturing, cpu = [True], [True], torch.device("cpu")
-    monkeypatch.setattr(launch, "_blank", {})
-    monkeypatch.setattr(launch, "in_graph_pool", lambda device: graph[0])
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
+    graph, capturing, cpu, zeros = [True], [True], torch.device("cpu"), stream_memory.Zeros()
+    monkeypatch.setattr(stream_memory, "shared_stream", lambda device: None if graph[0] else 7)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: capturing[0], raising=False)
-    assert launch.zeros(4, cpu) is not launch.zeros(4, cpu)
+    assert zeros.get(4, cpu) is not zeros.get(4, cpu)
     graph[0] = False
-    first = launch.zeros(4, cpu)
+    first = zeros.get(4, cpu)
     graph[0] = True
-    assert launch.zeros(4, cpu) is first and launch.zeros(8, cpu) is not launch.zeros(8, cpu)
+    assert zeros.get(4, cpu) is first and zeros.get(8, cpu) is not zeros.get(8, cpu)
     capturing[0] = False
-    assert launch.zeros(4, cpu) is not first
+    assert zeros.get(4, cpu) is not first
 
 
 @triton.jit(do_not_specialize=["count_ptr", "epoch"], do_not_specialize_on_alignment=[2])

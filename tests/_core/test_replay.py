@@ -1,6 +1,7 @@
 """Equal calls of an operator repeat the launches of the second one, of whatever operands they are given."""
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -332,6 +333,41 @@ def test_shared_memory_is_asked_for_anew(device: torch.device) -> None:
         out, counts = repeated((torch.full((4,), float(at), device=device),))
         assert bool((out == at).all()) and not counts.any()
     assert [type(found) for found in repeated._known.values()] == [replay.Recording]
+
+
+def test_no_step_of_python_for_an_argument(device: torch.device) -> None:
+    """A launch of many arguments takes the host as many steps as one of few: C code picks them."""
+    launched: list[tuple[Any, ...]] = []
+
+    def steps(count: int) -> int:
+        def run(call: tuple[Tensor]) -> Tensor:
+            out, recorder = call[0].new_empty(4), replay.recorders.get(threading.get_ident())
+            if recorder is not None:
+                given = [*call, out, *[3, out] * count]
+                recorder.add((lambda *args: launched.append(args), ()), (1, 1, 1), given, {}, views=False)
+            return out
+
+        found, x = 0, torch.ones(4, device=device)
+        repeated = replay.Repeated(run, lambda call: call, [0], lambda call: ())
+        for _ in range(3):
+            repeated((x,))
+
+        def count_opcodes(frame: Any, event: str, _: Any) -> Any:
+            nonlocal found
+            frame.f_trace_opcodes = True
+            found += event == "opcode"
+            return count_opcodes
+
+        before = sys.gettrace()
+        sys.settrace(count_opcodes)
+        try:
+            out = repeated((x,))
+        finally:
+            sys.settrace(before)
+        assert launched[-1][4:] == (x.data_ptr(), out.data_ptr(), *[3, out.data_ptr()] * count)
+        return found
+
+    assert steps(20) == steps(1)
 
 
 def test_inference_mode(device: torch.device) -> None:

@@ -12,7 +12,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
+# Looked up once: every call asks.
+_STRIDED = torch.strided
 _transforms = torch._C._functorch.peek_interpreter_stack
+_autocasts = torch._C._is_any_autocast_enabled
 Found = TypeVar("Found")
 Key = tuple[Any, ...]
 
@@ -20,18 +23,18 @@ Key = tuple[Any, ...]
 def key_of(operands: tuple[Any, ...], options: tuple[Any, ...] = (), sizes: tuple[Any, ...] = ()) -> Key | None:
     """The properties of a call that its checks depend on. In `sizes` 2.0 differs from 2, and True from 1.
 
-    The key is None if every call has to be checked: under `torch.compile`, in forward-mode differentiation, in
-    transforms of torch.func, and if an operand is neither None nor a strided tensor or parameter. Callers make no key
-    under autocast, which changes dtypes.
+    The key is None if every call has to be checked: under `torch.compile`, under autocast, which changes dtypes, in
+    forward-mode differentiation, in transforms of torch.func, and if an operand is neither None nor a strided tensor or
+    parameter.
     """
-    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transforms() is not None:
+    if torch.compiler.is_compiling() or forward_ad._current_level >= 0 or _transforms() is not None or _autocasts():
         return None
     parts: list[Any] = [options]
     for operand in operands:
         if operand is None:
             parts.append(None)
-        elif type(operand) in _PLAIN and operand.layout is torch.strided:
-            parts.append((operand.shape, operand.dtype, operand.device))
+        elif type(operand) in _PLAIN and operand.layout is _STRIDED:
+            parts += operand.shape, operand.dtype, operand.device
         else:
             return None
     if sizes:

@@ -1,4 +1,4 @@
-"""Kernel launches: device guard, a short path for repeated calls, and the flags that programs of one launch share.
+"""Kernel launches: device guard, and a short path for repeated calls.
 
 A small operator is bound by host time. Triton's own launcher rebinds and respecialises every argument on every call
 (6 to 13 us); a `Kernel` does that once for all launches that compile to the same code, and afterwards hands integers
@@ -6,11 +6,8 @@ straight to the compiled kernel.
 """
 
 import copy
-import itertools
-import sys
-import threading
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +17,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from gossamer._core.compiling import NotCompiled, walk, walking
 from gossamer._core.ops import INTERPRET
-from gossamer._core.replay import Epoch, Recorder, alone, recorders
+from gossamer._core.stream_memory import Epoch, recorder, recorders
+from gossamer._core.stream_memory import counters as counters
+from gossamer._core.stream_memory import flags as flags
+from gossamer._core.stream_memory import scratch as scratch
+from gossamer._core.stream_memory import zeros as zeros
 
 _HIP = torch.version.hip is not None
 _INT32 = (1 << 31) - 1
@@ -187,27 +188,12 @@ def _joined(launch: Any, *between: Any) -> Callable[..., None]:
     return lambda x, y, z, stream, *args: launch(x, y, z, stream, *between, args)
 
 
-def _recorder() -> Recorder | None:
-    return recorders.get(threading.get_ident()) if recorders else None
-
-
-def _recorded(maker: Callable[..., Tensor], *args: Any) -> Tensor:
-    """Memory that a recorder asks the maker for anew."""
-    recorder = _recorder()
-    if recorder is None:
-        return maker(*args)
-    with _disable_current_modes():
-        made = alone(maker(*args))
-    recorder.keep(made, maker, *args)
-    return made
-
-
 def _record(launch: Any, grid: tuple[int, int, int], args: Any, meta: dict[str, Any], misaligned: bool) -> None:
-    recorder = _recorder()
-    if recorder is not None:
-        recorder.add(launch, grid, args, meta)
+    found = recorder()
+    if found is not None:
+        found.add(launch, grid, args, meta)
         if misaligned:
-            recorder.refuse()
+            found.refuse()
 
 
 class Tile(NamedTuple):
@@ -241,166 +227,6 @@ def _kind(arg: Any) -> Any:
         # One object for all descriptors of a kind, if their maker has set it.
         return vars(arg).get("kind") or (arg.base.dtype, *arg.block_shape, arg.layout)
     return arg if type(arg) is int else type(arg)
-
-
-def in_graph_pool(device: torch.device) -> bool:
-    """Whether memory that is allocated now may not outlive the call, because it comes from the pool of a CUDA graph.
-
-    The pool is in use during capture, and in the eager run with which Inductor warms up for its own graphs.
-    """
-    if device.type != "cuda":
-        return True
-    if device.index != torch._C._cuda_getDevice():
-        with torch.cuda.device(device):
-            return in_graph_pool(device)
-    if torch._C._cuda_isCurrentStreamCapturing():
-        return True
-    trees = sys.modules.get("torch._inductor.cudagraph_trees")
-    if trees is None:
-        return False
-    try:
-        manager = trees.get_manager(device.index, create_if_none_exists=False)
-    except AssertionError:  # a thread that Inductor has never seen
-        return False
-    return manager is not None and manager.stream == torch.cuda.current_stream()
-
-
-class Flags:
-    """Words of device memory through which the programs of one launch signal each other.
-
-    A program signals by writing the launch's epoch; a word that holds an older epoch is not yet set, so nothing has to
-    be cleared between calls. One buffer serves one stream, because launches on one stream never overlap. A graph
-    freezes the epoch, so there a fresh buffer is zeroed inside the graph instead.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, int], tuple[Tensor, Epochs]] = {}
-
-    def get(self, words: int, device: torch.device) -> tuple[Tensor, int]:
-        """(int64 buffer of at least `words`, epoch of this launch)"""
-        recorder = _recorder()
-        if recorder is None:
-            return self._next(words, device)
-        with _disable_current_modes():
-            buffer, epoch = self._next(words, device)
-            buffer = alone(buffer)
-        return buffer, recorder.signals(buffer, epoch, self._next, words, device)
-
-    def _next(self, words: int, device: torch.device) -> tuple[Tensor, int]:
-        if in_graph_pool(device):
-            return torch.zeros(words, dtype=torch.int64, device=device), 1
-        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-        buffer, epochs = self._streams.get(key, (None, None))
-        if buffer is None or epochs is None or buffer.numel() < words:
-            # Twice the need, so that a growing batch does not allocate at every step.
-            buffer, epochs = torch.zeros(max(2 * words, 4096), dtype=torch.int64, device=device), Epochs()
-            self._streams[key] = buffer, epochs
-        return buffer, epochs.next()
-
-
-class Epochs:
-    """Numbers the launches that share one buffer of flags; `next` is one step of C code, so threads cannot collide."""
-
-    __slots__ = ("_count",)
-
-    def __init__(self) -> None:
-        self._count = itertools.count()
-
-    def next(self) -> int:
-        """1, 2, ... 2^31 - 2, and again. To mistake an epoch for its successor of the same number, a word would have to
-        be left alone for 2^31 launches and be looked at in the very next."""
-        return next(self._count) % ((1 << 31) - 2) + 1
-
-
-class Counters:
-    """Words of device memory that are 0 between launches, because every launch that writes them leaves them at 0. A
-    later launch cannot clear them: a call may end between two launches, as `together` ends calls, or by an error.
-
-    One buffer serves one stream, as with `Flags`. A launch of a graph gets words of its own that were zeroed ahead, by
-    a call outside of graphs on any stream: a capture begins after the device has finished, as `torch.cuda.graph` sees
-    to, and by `CUDAGraph.capture_begin` the caller has to.
-    """
-
-    _AHEAD, _WORDS = 128, 1024
-    """Launches in graphs to have words for, and how many of them each gets."""
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, int], Tensor] = {}
-        self._ahead: dict[torch.device, list[Tensor]] = {}
-        self._blocks: list[Tensor] = []
-
-    def get(self, words: int, device: torch.device) -> Tensor:
-        """int32 buffer of at least `words`, all 0."""
-        return _recorded(self._get, words, device)
-
-    def _get(self, words: int, device: torch.device) -> Tensor:
-        ahead = self._ahead.setdefault(device, [])
-        if in_graph_pool(device):
-            # Not in the eager run with which Inductor warms up, for those words would be gone for good.
-            if ahead and words <= self._WORDS and torch._C._cuda_isCurrentStreamCapturing():
-                with suppress(IndexError):  # another thread took the last
-                    return ahead.pop()
-            return torch.zeros(words, dtype=torch.int32, device=device)
-        if len(ahead) < self._AHEAD:
-            block = torch.zeros(self._AHEAD, self._WORDS, dtype=torch.int32, device=device)
-            ahead += block.unbind()
-            # Kept for good: no callback tells when a graph is freed.
-            self._blocks.append(block)
-        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-        buffer = self._streams.get(key)
-        if buffer is None or buffer.numel() < words:
-            buffer = self._streams[key] = torch.zeros(max(2 * words, 4096), dtype=torch.int32, device=device)
-        return buffer
-
-
-_blank: dict[tuple[int, torch.device, int | None], Tensor] = {}
-"""Zeros by words, device and stream; under None are those of the first stream, for graphs."""
-
-
-def zeros(words: int, device: torch.device) -> Tensor:
-    """int32 zeros that no kernel writes. Each stream has its own, since no stream waits for another to zero them; a
-    graph takes those of any stream, under the condition of `Counters`."""
-    return _recorded(_zeros, words, device)
-
-
-def _zeros(words: int, device: torch.device) -> Tensor:
-    if in_graph_pool(device):
-        # Memory of a graph is zeroed whenever the graph is replayed. Zeros of a call before it spare that step.
-        known = _blank.get((words, device, None))
-        if known is not None and torch._C._cuda_isCurrentStreamCapturing():
-            return known
-        return torch.zeros(words, dtype=torch.int32, device=device)
-    key = (words, device, torch._C._cuda_getCurrentRawStream(device.index))
-    if key not in _blank:
-        _blank[key] = torch.zeros(words, dtype=torch.int32, device=device)
-        _blank.setdefault((words, device, None), _blank[key])
-    return _blank[key]
-
-
-class Scratch:
-    """Device memory that holds nothing between launches: one buffer a stream, as large as the largest need so far."""
-
-    def __init__(self) -> None:
-        self._streams: dict[tuple[torch.device, int], Tensor] = {}
-
-    def get(self, words: int, device: torch.device) -> Tensor:
-        """float32 buffer of at least `words`, with anything in it."""
-        return _recorded(self._get, words, device)
-
-    def _get(self, words: int, device: torch.device) -> Tensor:
-        if in_graph_pool(device):
-            return torch.empty(words, dtype=torch.float32, device=device)
-        key = (device, torch._C._cuda_getCurrentRawStream(device.index))
-        buffer = self._streams.get(key)
-        if buffer is None or buffer.numel() < words:
-            size = max(words, 0 if buffer is None else 2 * buffer.numel())
-            buffer = self._streams[key] = torch.empty(size, dtype=torch.float32, device=device)
-        return buffer
-
-
-flags = Flags()
-scratch = Scratch()
-counters = Counters()
 
 
 def cdiv(a: int, b: int) -> int:

@@ -47,7 +47,9 @@ class Operator(Generic[Record]):
         room, name = record.__module__.split(".")[1], overload._schema.name.split("::")[1]
         self.name, self.record, self.overload = f"{room}.{name.removeprefix(room + '_')}", record, overload
         self.choose_path, self.paths = choose_path, paths
-        self._tensors = _picker([place for place, hint in enumerate(_hints(record)) if "Tensor" in _word(hint)])
+        words = list(map(_word, _hints(record)))
+        self._first = words.index("Tensor")
+        self._tensors = _picker([place for place, word in enumerate(words) if "Tensor" in word])
         self.repeated: Repeated | None = None
         self._run: dict[str, Callable[..., Any]] = {}
         self._apply: dict[str, Callable[..., Any]] = {}
@@ -55,18 +57,18 @@ class Operator(Generic[Record]):
     def __call__(self, call: Record) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return self._dispatched(call)
-        recording, last, tensors = torch.is_grad_enabled(), None, self._tensors(call)
+        recording, tensors = torch.is_grad_enabled(), self._tensors(call)
         if not ops._PLAIN.issuperset(map(type, tensors)):
             return self._dispatched(call)
-        for tensor in tensors:
-            if tensor is not None:
-                last = tensor
+        if recording or ops._graph_task() != -1:
+            for tensor in tensors:
                 # A tensor that has outlived a transform of torch.func looks plain, and the dispatcher unwraps it; so
-                # does a batch of gradients, which the dispatcher takes apart.
-                if ops._is_batched(tensor) or (recording and ops._is_wrapped(tensor)):
+                # does a batch of gradients in a backward pass, which the dispatcher takes apart.
+                if tensor is not None and (ops._is_batched(tensor) or (recording and ops._is_wrapped(tensor))):
                     return self._dispatched(call)
-        assert last is not None
-        device = last.device.type
+        first = call[self._first]
+        # A question for the type makes a string each time.
+        device = "cuda" if first.is_cuda else first.device.type
         run = self._run.get(device)
         if run is None or ops.listened():
             return self._dispatched(call)

@@ -32,6 +32,7 @@ profiler_enabled = torch.autograd._profiler_enabled
 _any_requires_grad = torch._C._any_requires_grad
 _is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 _is_batched = torch._C._functorch.is_legacy_batchedtensor
+_graph_task = torch._C._current_graph_task_id
 _inference = torch.is_inference_mode_enabled
 
 

@@ -14,6 +14,7 @@ pointer into memory that no step has made. Memory that launches of a stream shar
 
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import itemgetter
 from types import NoneType
 from typing import Any, NamedTuple
 
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from gossamer._core.compiling import walking
 from gossamer._core.ops import INTERPRET, profiler_enabled
 from gossamer._core.ranges import NVIDIA_LOOKS
+from gossamer._core.stream_memory import Epoch, alone, next_epoch, recorders, shared_stream
 
 _guards: Any = torch._C._dynamo.guards
 EMPTY = {"cuda": _guards._empty_strided_cuda, "cpu": _guards._empty_strided_cpu}
@@ -49,42 +51,54 @@ and calls that need more take the device longer than the host."""
 
 Launch = tuple[Callable[..., Any], tuple[Any, ...]]
 """A compiled kernel's function, and its arguments between the stream and those of the kernel."""
-recorders: "dict[int, Recorder]" = {}
-"""The recorder of each thread that has one."""
-
-
-class Epoch(int):
-    """The epoch of a recorded launch, and its place in `Recorder.memory`, beside that of the flags."""
-
-    place: int
 
 
 class Memory(NamedTuple):
-    """A place of memory: the tensor, None for a missing operand and for an epoch; and how a repetition makes it, by
-    `maker(*given)`, None for operands and epochs."""
+    """A place of memory: the tensor, None for a missing operand; and how a repetition makes it, by `maker(*given)`,
+    None for operands. Memory that is not `owned` by a call is shared by a stream, which the maker takes first."""
 
     tensor: Tensor | None
-    maker: Callable[..., Any] | None = None
+    maker: Callable[..., Tensor] | None = None
     given: tuple[Any, ...] = ()
     owned: bool = False
 
 
+STREAM = -1
+"""The place of the stream among the values of a repetition, behind those of all other extras."""
+
+
+class Computed(NamedTuple):
+    """The extras that a repetition makes: (place, that of memory, bytes behind its beginning), (place, that of memory,
+    function of the tensor there and what follows), and the places of epochs."""
+
+    offsets: list[tuple[int, int, int]]
+    objects: list[tuple[int, int, Callable[..., Any], tuple[Any, ...]]]
+    epochs: list[int]
+
+
 class Recorder(TorchDispatchMode):
-    """Looks on while a launcher runs. `memory` begins with the operands; memory that steps make follows."""
+    """Looks on while a launcher runs. `memory` begins with the operands; memory that steps make follows.
+
+    A repetition has one list of values: the addresses of `memory`, and then `extras` from the last to the first. So a
+    place below 0 is that of an extra, whatever memory there will be. A launch picks its arguments from this list.
+    """
 
     def __init__(self, operands: Sequence[Tensor | None]) -> None:
         super().__init__()
         self.complete, self._bytes = True, 0
         # Allocations stay alive while others are made, so that no address comes twice.
         self.memory = [Memory(x) for x in operands]
-        self.launches: list[tuple[Launch, tuple[int, int, int], list[Any], list[Any], list[Any]]] = []
+        self.launches: list[tuple[Callable[..., Any], list[int]]] = []
+        self.extras: list[Any] = [None]  # the stream
+        self.computed = Computed([], [], [])
         self._places = {_storage(x): place for place, x in enumerate(operands) if x is not None}
         self._device = next(x.device for x in operands if x is not None)
 
     def refuse(self) -> None:
         """The launcher cannot be recorded, and nothing of it is held any longer."""
         self.complete = False
-        self.memory, self.launches, self._places = [], [], {}
+        self.memory, self.launches, self.extras, self._places = [], [], [], {}
+        self.computed = Computed([], [], [])
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -116,14 +130,6 @@ class Recorder(TorchDispatchMode):
         self._places[_storage(made)] = len(self.memory)
         self.memory.append(Memory(made, maker, given, owned))
 
-    def signals(self, flags: Tensor, epoch: int, maker: Callable[..., Any], *given: Any) -> Epoch:
-        """The epoch of a launch with flags; `maker` gives both to a repetition."""
-        self.keep(flags, maker, *given)
-        found = Epoch(epoch)
-        found.place = len(self.memory)
-        self.memory.append(Memory(None))
-        return found
-
     def _write(self, function: Any, *args: Any) -> None:
         self.add((_run_below_autograd, (function,)), (1, 1, 1), args, {}, views=True)
 
@@ -136,6 +142,38 @@ class Recorder(TorchDispatchMode):
             return -1, 0
         return place, x.data_ptr() - whole.data_ptr()
 
+    def _extra(self, value: Any = None) -> int:
+        self.extras.append(value)
+        return -len(self.extras)
+
+    def _argument(self, arg: Any, views: bool) -> int:
+        """The place of a kernel's argument."""
+        if isinstance(arg, Tensor) and arg.numel():
+            place, offset = self._place_of(arg)
+            if not (offset or views):
+                return place
+            if views:
+                like = (offset, arg.dtype, arg.shape, arg.stride())
+                self.computed.objects.append((self._extra(), place, _view, like))
+            else:
+                self.computed.offsets.append((self._extra(), place, offset))
+        elif isinstance(arg, Tensor):
+            # It has the address 0.
+            self._extra(arg.new_empty(arg.shape) if views else 0)
+        elif type(arg) is Epoch:
+            self.computed.epochs.append(self._extra())
+        elif hasattr(arg, "block_shape"):
+            place, offset = self._place_of(arg.base)
+            if offset or INTERPRET:
+                self.refuse()
+            like = (type(arg), {**vars(arg), "base": None})
+            self.computed.objects.append((self._extra(), place, _descriptor, like))
+        elif isinstance(arg, tuple):
+            self.refuse()
+        else:
+            self._extra(arg)
+        return -len(self.extras)
+
     def add(
         self, launch: Launch, grid: tuple[int, int, int], args: Sequence[Any], meta: Mapping[str, Any],
         views: bool = INTERPRET,
@@ -143,32 +181,18 @@ class Recorder(TorchDispatchMode):
         """A launch that has just run. It takes addresses, or with `views` tensors."""
         if not self.complete:
             return
-        constant, pointers, descriptors = [*args, *meta.values()], [], []
-        for at, arg in enumerate(args):
-            if isinstance(arg, Tensor):
-                # A tensor without elements has the address 0.
-                constant[at] = arg.new_empty(arg.shape) if views and not arg.numel() else 0
-                if arg.numel():
-                    place, offset = self._place_of(arg)
-                    pointers.append((at, place, offset, (arg.dtype, arg.shape, arg.stride()) if views else None))
-            elif type(arg) is Epoch:
-                constant[at] = 0
-                pointers.append((at, arg.place, 0, None))
-            elif hasattr(arg, "block_shape"):
-                place, offset = self._place_of(arg.base)
-                if offset or INTERPRET:
-                    self.refuse()
-                constant[at] = None
-                descriptors.append((at, place, type(arg), {**vars(arg), "base": None}))
-            elif isinstance(arg, tuple):
-                self.refuse()
-            if not self.memory:  # refused
-                return
-        self.launches.append((launch, grid, constant, pointers, descriptors))
+        run, between = launch
+        picked = [*map(self._extra, grid), STREAM, *map(self._extra, between)]
+        for arg in args:
+            if self.complete:
+                picked.append(self._argument(arg, views))
+        picked += map(self._extra, meta.values())
+        if self.complete:
+            self.launches.append((run, picked))
 
     def recording(self, results: Any) -> "Recording | None":
         """The recording of a launcher that returned these results; None where it cannot be repeated."""
-        made: list[Any] = [(each.maker, each.given) for each in self.memory if each.maker is not None]
+        made: list[Any] = [each[1:] for each in self.memory if each.maker is not None]
         steps = [place for place, each in enumerate(self.memory) if each.maker is not None]
         between = sum(each.tensor.nbytes for each in self.memory if each.owned and each.tensor is not None)
         places: list[int] = []
@@ -179,43 +203,48 @@ class Recorder(TorchDispatchMode):
                 return None
             if whole.tensor.nbytes != result.nbytes or whole.tensor.dtype is not result.dtype:
                 return None
-            made[steps.index(place)] = whole.maker, (tuple(result.shape), result.stride(), result.dtype)
+            made[steps.index(place)] = whole.maker, (tuple(result.shape), result.stride(), result.dtype), True
             places.append(place)
             between -= result.nbytes
         if not self.complete or between > _MOST_BYTES:
             return None
-        return Recording(made, self.launches, places, results)
+        launches = [(run, itemgetter(*picked)) for run, picked in self.launches]
+        return Recording(self._device, made, self.extras[::-1], self.computed, launches, places, type(results))
 
 
 class Recording:
     """The allocations and launches of a call."""
 
-    __slots__ = ("_launches", "_made", "_places", "_returns")
+    __slots__ = ("_computed", "_device", "_extras", "_launches", "_made", "_places", "_returns", "_shares")
 
-    def __init__(self, made: Any, launches: Any, places: list[int], results: Any) -> None:
-        self._made, self._launches, self._places = made, launches, places
-        self._returns = type(results)
+    def __init__(
+        self, device: torch.device, made: Any, extras: list[Any], computed: Computed, launches: Any, places: list[int],
+        returns: type,
+    ) -> None:  # fmt: skip
+        self._device, self._made, self._extras, self._computed = device, made, extras, computed
+        self._launches, self._places, self._returns = launches, places, returns
+        self._shares = not all(owned for _, _, owned in made)
 
-    def __call__(self, memory: list[Any], pointers: list[Any], device: torch.device) -> Any:
+    def __call__(self, memory: list[Any], pointers: list[Any]) -> Any:
         """The results for operands `memory`, whose addresses are `pointers`."""
-        for maker, given in self._made:
-            made = maker(*given)
-            if type(made) is tuple:
-                made, epoch = made
-                memory += made, None
-                pointers += made.data_ptr(), epoch
-            else:
-                memory.append(made)
-                pointers.append(made.data_ptr())
-        stream = torch._C._cuda_getCurrentRawStream(device.index) if not INTERPRET else 0
-        for (run, arguments), grid, constant, places, descriptors in self._launches:
-            args = constant.copy()
-            for at, place, offset, like in places:
-                args[at] = pointers[place] + offset if like is None else _view(memory[place], offset, *like)
-            for at, place, kind, fields in descriptors:
-                args[at] = descriptor = object.__new__(kind)
-                descriptor.__dict__.update(fields, base=memory[place])
-            run(*grid, stream, *arguments, *args)
+        stream = shared_stream(self._device) if self._shares else None
+        for maker, given, owned in self._made:
+            made = maker(*given) if owned else maker(stream, *given)
+            memory.append(made)
+            pointers.append(made.data_ptr())
+        values = pointers + self._extras
+        if stream is None and not INTERPRET:
+            stream = torch._C._cuda_getCurrentRawStream(self._device.index)
+        values[STREAM] = stream
+        offsets, objects, epochs = self._computed
+        for at, place, offset in offsets:
+            values[at] = values[place] + offset
+        for at, place, make, given in objects:
+            values[at] = make(memory[place], *given)
+        for at in epochs:
+            values[at] = next_epoch()
+        for run, pick in self._launches:
+            run(*pick(values))
         if self._returns is Tensor:
             return memory[self._places[0]]
         return None if self._returns is NoneType else tuple([memory[place] for place in self._places])
@@ -257,10 +286,10 @@ class Repeated:
                 united |= pointer
                 key += x.shape, x.stride(), x.dtype
         assert last is not None
-        device = last.device
-        key = *key, device.index
+        device = last.get_device()
+        key = *key, device
         # Kernels are compiled for pointers on 16 bytes.
-        if united % 16 or not (INTERPRET or torch._C._cuda_getDevice() == device.index):
+        if united % 16 or not (INTERPRET or torch._C._cuda_getDevice() == device):
             return None if only else self._run(call)
         try:
             found = self._known.get(key)
@@ -268,7 +297,7 @@ class Repeated:
             fields = [tuple(field) if isinstance(field, list) else field for field in call]
             return self(tuple.__new__(type(call), fields), only)
         if found is not None:
-            return found(memory, pointers, device)
+            return found(memory, pointers)
         if only:
             return None
         return self._run(call) if key in self._known else self._first_or_second(key, call, memory)
@@ -305,14 +334,6 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def alone(x: Tensor) -> Tensor:
-    """The tensor with a storage of its own over the same memory, so that operands that are views of one tensor, or one
-    tensor twice, can be told apart."""
-    same: Tensor = torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(x.detach()))
-    # DLPack gives dimensions of 1 a stride of its own.
-    return same.as_strided(x.shape, x.stride())
-
-
 def _run_below_autograd(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
     """A step by PyTorch, which takes the place of a launch."""
     with torch._C._AutoDispatchBelowAutograd():
@@ -327,3 +348,10 @@ def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides
         return x.as_strided(shape, strides, x.storage_offset() + offset // dtype.itemsize)
     at = (x.storage_offset() * x.element_size() + offset) // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=x.device).set_(x.untyped_storage(), at, shape, strides)
+
+
+def _descriptor(x: Tensor, kind: type, fields: dict[str, Any]) -> Any:
+    """A tensor descriptor like one that is known, of other memory."""
+    descriptor = object.__new__(kind)
+    descriptor.__dict__.update(fields, base=x)
+    return descriptor

@@ -54,8 +54,7 @@ def gated_mlp(
     torch.Size([2, 3])
     """
     operands = (x, gate_weight, up_weight, gate_bias, up_bias, down_weight, down_bias)
-    autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    key = None if autocasts or callable(activation) else key_of(operands, (activation,))
+    key = None if callable(activation) else key_of(operands, (activation,))
     name = _checked.get(key)
     if name is None:
         name = _check(operands, activation)

@@ -75,15 +75,13 @@ def linear_glu(
     """
     operator = "gemm.linear_glu"
     operands = (x, gate_weight, up_weight, gate_bias, up_bias)
-    autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
     # A kept key would keep a module.
-    key = None if autocasts or callable(activation) else key_of(operands, (activation,))
+    key = None if callable(activation) else key_of(operands, (activation,))
     name = _checked.get(key)
     if name is None:
         name = check_operands(operator, *operands, activation)
-        if autocasts:
-            x, gate_weight, up_weight = autocast.cast(x, gate_weight, up_weight)  # type: ignore[assignment]
-            operands = (x, gate_weight, up_weight, gate_bias, up_bias)
+        x, gate_weight, up_weight = autocast.cast(x, gate_weight, up_weight)  # type: ignore[assignment]
+        operands = (x, gate_weight, up_weight, gate_bias, up_bias)
         checks.same_dtype(operator, "x", x, gate_weight=gate_weight, up_weight=up_weight)
         _checked.keep(key, name)
     needed = needs_gradient(*operands)

@@ -67,8 +67,7 @@ def linear_pack(
     """
     operator = "gemm.linear_pack"
     name, _, _, _, threshold, _ = resolve_fixed(operator, activation).parameters
-    autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
-    key = None if autocasts else key_of((x, weight, bias, threshold), (name,), (capacity,))
+    key = key_of((x, weight, bias, threshold), (name,), (capacity,))
     room = _checked.get(key)
     if room is None:
         check_operands(operator, x, weight, bias, threshold)
@@ -77,8 +76,7 @@ def linear_pack(
             checks.positive(operator, "capacity", capacity, "It is the number of slots per row.")
         room = max(1, default_capacity(n) if capacity is None else min(capacity, n))
         check_room(operator, math.prod(x.shape[:-1]), room)
-        if autocasts:
-            x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
+        x, weight = autocast.cast(x, weight)  # type: ignore[assignment]
         checks.same_dtype(operator, "x", x, weight=weight)
         _checked.keep(key, room)
     (n, _), leading = weight.shape, x.shape[:-1]

@@ -59,9 +59,7 @@ def list_key(rows: Any, *others: Any) -> Key | None:
     if type(rows) is not Rows or type(rows.packed.source) is LinearSource:
         return None
     # That the container's parts fit each other has been seen to.
-    key = key_of((rows.packed.values, *others), (rows.shape,))
-    # It changes dtypes.
-    return None if key is None or torch._C._is_any_autocast_enabled() else key
+    return key_of((rows.packed.values, *others), (rows.shape,))
 
 
 def multiply(

@@ -71,7 +71,7 @@ def decode(
 
         return decode_sharded(acts, W_dec, b_dec, out_dtype, group)
     key: Key | None = None
-    if isinstance(acts, Tensor) and not autocast.enabled(acts.device):
+    if isinstance(acts, Tensor):
         key = key_of((acts, W_dec, b_dec), (out_dtype, tuning.tf32()), (capacity,))
         slots = None if torch.is_grad_enabled() else _checked.get(key)
         if slots is not None:

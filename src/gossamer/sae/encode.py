@@ -113,10 +113,9 @@ def run(
         activation = resolve(operator, activation, ACTIVATIONS)
     parameters: Parameters = activation.parameters  # type: ignore[union-attr]
     name, k, bandwidth, ste_to_input, threshold, scale = parameters
-    autocasts = autocast.enabled(x.device) if isinstance(x, Tensor) else False
     operands = (x, W_enc, b_enc, b_dec, threshold, scale)
     options = (name, k, bandwidth, ste_to_input)
-    key = None if autocasts else key_of(operands, options, (capacity,))
+    key = key_of(operands, options, (capacity,))
     known = _checked.get(key)
     if known is None:
         W_enc = check_operands(operator, x, W_enc, b_enc, b_dec, parameters)

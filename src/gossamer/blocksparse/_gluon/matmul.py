@@ -446,7 +446,7 @@ def launch_matmul(walk: Walk, product: Turned, out: Tensor) -> None:
     most = z * launch.cdiv(m, walk.tile_m) * launch.cdiv(n, ACROSS)
     of_columns = (None, None) if of_b is None else (of_b.row_offsets, of_b.positions)
     descriptors = [_descriptor(tensor, width) for tensor, width in ((a, deep), (b, deep), (out, BOX.value))]
-    zeros = launch.zeros(ZEROS, a.device).view(a.dtype).view(-1, deep)
+    zeros = launch.zeros.get(ZEROS, a.device).view(a.dtype).view(-1, deep)
     # Steps over all blocks, in tiles of 128 rows, ask half as often, and are faster with a single box.
     descriptors.append(None if of_b is None else _descriptor(zeros if walk.listed else zeros[: BOX.value], deep))
     tile = walk.tile_m, walk.band, walk.strips

@@ -378,7 +378,7 @@ def _launch(
     (m, n), x = x.shape, rows_contiguous(x)
     sizes, pieces, warps = cut(m, n, x.element_size(), limit is not None)
     programs = launch.cdiv(m, sizes["ROWS"]) * pieces
-    flags = launch.flags.get(programs, x.device) if chained or pieces > 1 else (None, 0)
+    flags = launch.flags(programs, x.device) if chained or pieces > 1 else (None, 0)
     by: tuple[Any, ...] = (None, None)
     stride_t = radius = None
     if limit is not None:

@@ -162,7 +162,7 @@ def _one_launch(acts: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, 
     slices = launch.cdiv(d, meta["BLOCK_D"])
     words = m * (capacity + chunks + 1)
     spans = torch.empty(2, m, dtype=torch.int64, device=acts.device)
-    args = (acts, weight, bias, out, spans, *launch.flags.get(words, acts.device))
+    args = (acts, weight, bias, out, spans, *launch.flags(words, acts.device))
     args += (acts.stride(0), weight.stride(0), m, n, d, capacity, chunks)
     _decode_fwd_kernel((m * (chunks + slices), 1, 1), args, meta, num_warps=1)
     if overflows:
