@@ -31,7 +31,7 @@ class Config:
 
     Blocks of the layout (`block_q` by `block_k`), the tile of a step, the widths of q and of values, whether layout
     and bias have a matrix of their own for each batch and head (and the bias a row for each query); the additions to
-    the scores: a bias, and `terms` terms of relative positions of `window` numbers each; and, backward, `leaves_idle`.
+    the scores: a bias, and `terms` terms of relative positions of `window` numbers each.
     """
 
     block_q: int
@@ -58,7 +58,6 @@ class Config:
     splits: int = 1
     precision: str = "ieee"
     upcast: bool = False
-    idle: bool = False
 
     @property
     def options(self) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gossamer._core import tuning
 from gossamer._core.ops import INTERPRET
-from gossamer.blocksparse.lists import Lists
+from gossamer.blocksparse.lists import Form
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
 Path = Literal["split", "hopper", "tiles"]
@@ -62,11 +62,12 @@ def problem_of(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Problem:
     return Problem(b, h, max(hk, 1), tq, tk, d, dv, own, (height, width), call.causal, call.scale)
 
 
-def leaves_idle(p: Problem, lists: Lists, lengths: Tensor | None, bias: Tensor | None = None) -> bool:
+def leaves_idle(call: BlocksparseAttentionBwd) -> bool:
     """Whether a query of a listed block may take no key. Below a diagonal every block of its row may begin behind it,
     unless the diagonal meets each block that it cuts in the corner of a block row."""
-    aligned = lengths is None and (p.tk - p.tq) % p.block[0] == 0 and p.block[1] % p.block[0] == 0
-    return bias is not None or lists.elements is not None or (p.causal and not aligned)
+    form, ahead = Form(*call.form), call.k.shape[2] - call.q.shape[2]
+    aligned = call.lengths is None and ahead % form.height == 0 and form.width % form.height == 0
+    return call.bias is not None or form.cut > 0 or (call.causal and not aligned)
 
 
 def choose_path(call: BlocksparseAttention | BlocksparseAttentionBwd) -> Path:

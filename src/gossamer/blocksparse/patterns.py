@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from gossamer._core import checks
 from gossamer.blocksparse.attention_path import first_key
@@ -63,7 +63,7 @@ def causal(
     ###.
     #### True
     """
-    grid = _Grid("blocksparse.causal", size, block_size, lengths, device)
+    grid = Grid("blocksparse.causal", size, block_size, lengths, device)
     # Every distance behind.
     return grid.layout(_near, (sum(grid.size), 0, 1), elements, capacity)
 
@@ -117,7 +117,7 @@ def sliding_window(
     checks.number(operator, "window", behind, "It is a number of keys.", zero=True)
     checks.number(operator, "window", ahead, "It is a number of keys.", zero=True)
     checks.positive(operator, "dilation", dilation, "It is the distance of neighbouring keys.")
-    grid = _Grid(operator, size, block_size, lengths, device)
+    grid = Grid(operator, size, block_size, lengths, device)
     return grid.layout(_near, (behind, ahead, dilation), elements, capacity)
 
 
@@ -157,7 +157,7 @@ def global_tokens(
     if isinstance(tokens, Tensor):
         checks.whole(operator, tokens=tokens)
         device = tokens.device
-    grid = _Grid(operator, size, block_size, lengths, device)
+    grid = Grid(operator, size, block_size, lengths, device)
     if not isinstance(tokens, Tensor):
         if not isinstance(tokens, int):
             raise TypeError(f"{operator}: tokens must be an int or a tensor of positions, got {type(tokens).__name__}.")
@@ -208,14 +208,14 @@ def documents(
     known = borders.device.type == "cpu" and not torch.compiler.is_compiling()
     if known and (int(borders[0]) != 0 or bool((borders.diff() < 0).any())):
         raise ValueError(f"{operator}: borders must ascend from 0, got {borders.tolist()[:8]}.")
-    grid = _Grid(operator, size, block_size, lengths, borders.device)
+    grid = Grid(operator, size, block_size, lengths, borders.device)
     given, count = borders.contiguous().long(), borders.shape[0] - 1
 
     def document(position: Tensor) -> Tensor:
         # -1 and count stand for none.
         return torch.searchsorted(given, position.contiguous(), right=True) - 1
 
-    def pattern(grid: _Grid) -> _Pattern:
+    def pattern(grid: Grid) -> _Pattern:
         (least, most), (first, last, key, last_key) = grid.apart(), grid.ends()
         low = torch.maximum(document(first), document(key))
         high = torch.minimum(document(last), document(last_key))
@@ -244,7 +244,7 @@ class _Pattern:
     rule: Rule
 
 
-def _near(grid: _Grid, behind: int, ahead: int, dilation: int) -> _Pattern:
+def _near(grid: Grid, behind: int, ahead: int, dilation: int) -> _Pattern:
     """Keys that stand -ahead to behind from the query, at multiples of the dilation."""
     least, most = grid.apart()
     # A block holds every distance between its least and its most.
@@ -260,7 +260,7 @@ def _near(grid: _Grid, behind: int, ahead: int, dilation: int) -> _Pattern:
     return _Pattern(multiple >= first, whole, rule)
 
 
-def _of_tokens(grid: _Grid, tokens: int | Tensor) -> _Pattern:
+def _of_tokens(grid: Grid, tokens: int | Tensor) -> _Pattern:
     """Queries and keys that are among the tokens, with all others."""
     at = tokens.long() if isinstance(tokens, Tensor) else torch.arange(tokens, device=grid.device)
     (m, n), shift = grid.size, grid.shift if isinstance(grid.shift, int) else grid.shift[..., 0]
@@ -284,7 +284,11 @@ def _of_tokens(grid: _Grid, tokens: int | Tensor) -> _Pattern:
     return _Pattern(present, whole, rule)
 
 
-class _Grid:
+_CELLS = 1 << 16
+"""Blocks that are counted together."""
+
+
+class Grid:
     """The blocks of queries and keys."""
 
     def __init__(
@@ -360,24 +364,17 @@ class _Grid:
 
 @lru_cache(maxsize=64)
 def _count(name: str, size: tuple[int, int], block: tuple[int, int], numbers: tuple[int, ...]) -> tuple[int, int]:
-    """How many blocks `_near` or `_of_tokens` takes, and how many of these it cuts, row by row and without tensors: a
-    trace or a fake tensor has no number."""
-    (m, n), (height, width) = size, block
-    key, found, cut = np.arange(0, n, width), 0, 0
-    last_key = np.minimum(key + width, n) - 1
-    for row in range(0, m, height):
-        first, last = row + n - m, min(row + height, m) - 1 + n - m
-        if name == "_near":
-            behind, ahead, dilation = numbers
-            least, most = first - last_key, last - key
-            some = np.minimum(most, behind) // dilation * dilation >= np.maximum(least, -ahead)
-            every = (least >= -ahead) & (most <= behind) & (dilation == 1)
-        else:
-            (tokens,) = numbers
-            some = (key < tokens) | (first < tokens and last >= 0)
-            every = (last_key < tokens) | (first >= 0 and last < tokens)
-        found += int(np.count_nonzero(some))
-        cut += int(np.count_nonzero(some & ~every))
+    """How many blocks the pattern that `name` makes has, and how many of these are cut: counted on the CPU, in bands of
+    block rows, and apart from traces and fake tensors, which have no number."""
+    (m, n), make, found, cut = size, globals()[name], 0, 0
+    band = max(1, _CELLS // max(1, grid_of(size, block)[1])) * block[0]
+    with _disable_current_modes():
+        for row in range(0, m, band):
+            grid = Grid("", (min(band, m - row), n), block, None, "cpu")
+            grid.shift = row + n - m
+            pattern = make(grid, *numbers)
+            found += int(pattern.present.sum())
+            cut += int((pattern.present & ~pattern.whole).sum())
     return found, cut
 
 

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gossamer._core import autocast, checks
-from gossamer.blocksparse.attention_path import first_key
-from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of
+from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size
+from gossamer.blocksparse.patterns import Grid
 
 _NAME = "blocksparse.select_blocks"
 
@@ -68,24 +68,29 @@ def select_blocks(
     height, width = check_block_size(_NAME, block_size)
     scale = _check(q, k, top_k, threshold, sinks, window, lengths, scale)
     (b, h, tq, _), (hk, tk) = q.shape, k.shape[1:3]
-    rows, cols = grid_of((tq, tk), (height, width))
+    limits = None if lengths is None else lengths.clamp(max=tk).view(b, 1)
+    grid = Grid(_NAME, (tq, tk), (height, width), limits, q.device)
+    rows, cols = grid.shape
     with autocast.disabled(q.device):
         keys = _means(k, width, lengths).repeat_interleave(h // hk if hk else 1, 1)
         scores = _means(q, height, None) @ keys.transpose(2, 3) * scale
-    limits = torch.full((1,), tk, device=q.device) if lengths is None else lengths.clamp(max=tk)
-    shift = first_key(limits, tq, tk).view(-1, 1, 1, 1)
-    seen, kept = _visible((tq, tk), shift, (height, width), sinks, window, causal)
-    seen, kept = seen.expand(b, 1, rows, cols), kept.expand(b, 1, rows, cols)
+    least, most = grid.apart()
+    column = torch.arange(cols, device=q.device)
+    seen = (most >= 0) | (not causal)
+    kept = (column < sinks).expand_as(seen)
+    if window is not None:
+        kept = kept | (most >= (0 if causal else -window)) & (least <= window)
     if lengths is not None:
-        seen = seen & (torch.arange(cols, device=q.device) * width < lengths.view(b, 1, 1, 1))
+        seen = seen & (column * width < lengths.view(b, 1, 1, 1))
+    seen, kept = seen.expand(b, 1, rows, cols), kept.expand(b, 1, rows, cols)
     order, taken = _ranked(scores, seen, kept, top_k, threshold)
     mask = torch.zeros_like(taken).scatter_(3, order, taken)
     if capacity is None:
-        most = cols
+        taking = cols
         if top_k is not None:
             reach = 0 if window is None else -(-(height + window * (1 if causal else 2) - 1) // width) + 1
-            most = min(cols, max(top_k, min(sinks, cols) + reach))
-        capacity = max(b * h * rows * most, 1)
+            taking = min(cols, max(top_k, min(sinks, cols) + reach))
+        capacity = max(b * h * rows * taking, 1)
     return Layout.from_mask(mask, (height, width), size=(tq, tk), capacity=capacity)
 
 
@@ -134,24 +139,6 @@ def _means(x: Tensor, size: int, lengths: Tensor | None) -> Tensor:
     limit = torch.full((1,), t, device=x.device) if lengths is None else lengths.clamp(max=t)
     counts = (limit.view(-1, 1, 1, 1) - ends.view(-1, 1)).clamp(1, size)
     return sums / counts
-
-
-def _visible(
-    size: tuple[int, int], shift: Tensor, block: tuple[int, int], sinks: int, window: int | None, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """(which blocks a row sees, which it always keeps), bool `[B or 1, 1, rows, cols]`; `shift` is where the first
-    query of a sequence stands among its keys."""
-    (height, width), (rows, cols), device = block, grid_of(size, block), shift.device
-    row, col = torch.arange(rows, device=device)[:, None], torch.arange(cols, device=device)
-    first = row * height + shift
-    last = ((row + 1) * height).clamp(max=size[0]) - 1 + shift
-    seen = col * width <= last if causal else torch.ones_like(col * width <= last)
-    kept = (col < sinks).expand_as(seen)
-    if window is not None:
-        before = (first - window).div(width, rounding_mode="floor")
-        behind = (last + (0 if causal else window)).div(width, rounding_mode="floor")
-        kept = kept | (col >= before) & (col <= behind)
-    return seen, kept
 
 
 def _ranked(

@@ -10,7 +10,6 @@ computes the transposed scores for that. Statistics, `[B, H, 2, padded]`, are th
 row has no keys or does not exist, and the row sums of grad * out.
 """
 
-import torch
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -44,7 +43,7 @@ from gossamer.blocksparse._gluon.attention import (
     without_padding,
 )
 from gossamer.blocksparse.attention_lists import INV_LN2, Tile, column_of, config_of, owner_of, reached, row_of
-from gossamer.blocksparse.attention_path import empty_like, leaves_idle, problem_of
+from gossamer.blocksparse.attention_path import empty_like, problem_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
@@ -261,12 +260,7 @@ def launch_attention_bwd(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v; `grad` has contiguous rows."""
     p, lists, lengths = problem_of(call), Lists(call.layout, call.form), call.lengths
-    q = call.q
-    if leaves_idle(p, lists, lengths):
-        # Rows of queries that take no key may hold NaN, which weights of 0 would keep.
-        taking = (stats[:, :, 0, : p.tq] != float("inf"))[..., None]
-        q, grad = torch.where(taking, q, 0), torch.where(taking, grad, 0)
-    q, grad = readable(q), readable(grad)
+    q, grad = readable(call.q), readable(grad)
     k, v = without_padding(call.k, lengths), without_padding(call.v, lengths)
     dq, dk, dv = (empty_like(x) for x in (q, k, v))
     inputs = [descriptor(t, SIDE) for t in (q, grad, k, v)]

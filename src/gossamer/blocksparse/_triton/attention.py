@@ -25,7 +25,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.philox import dropout_weights
 from gossamer.blocksparse.attention_lists import INV_LN2, Config, Tile, config_of, meeting, owner_of, row_of
-from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, leaves_idle, problem_of, splits_of
+from gossamer.blocksparse.attention_path import Problem, choose_path, empty_like, problem_of, splits_of
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseAttention, BlocksparseAttentionBwd
 
@@ -276,13 +276,11 @@ def operands(call: BlocksparseAttention | BlocksparseAttentionBwd, tile_of: Call
     terms = (0, 0)
     if call.relative is not None and places is not None:
         terms = places.shape[0], call.relative.shape[-1] // places.shape[0]
-    lists, backward = Lists(call.layout, call.form), isinstance(call, BlocksparseAttentionBwd)
-    idle = backward and leaves_idle(p, lists, call.lengths, bias)
     tile = tile_of(max(p.d, p.dv), q.element_size(), p.block, terms[0])
     precision = tuning.dot_precision(q, inner_of(p.d))
-    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"], idle)
+    config = config_of(p, tile, kind, *own, *terms, 1, precision["PRECISION"], precision["UPCAST"])
     inputs = q.contiguous(), call.k.contiguous(), call.v.contiguous(), bias, call.relative, places
-    return Operands(p, lists, inputs, call.lengths, call.seed, call.drop, config)
+    return Operands(p, Lists(call.layout, call.form), inputs, call.lengths, call.seed, call.drop, config)
 
 
 def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tensor]:
@@ -308,21 +306,11 @@ def launch_attention_fwd(given: Operands, splits: int = 1) -> tuple[Tensor, Tens
     return out, lse
 
 
-def with_columns(call: BlocksparseAttention | BlocksparseAttentionBwd, *names: str) -> dict[str, Any]:
-    """The fields of these names, with a column of zeros in place of none."""
-    fields = {name: getattr(call, name) for name in names}
-    return {name: x if x.shape[-1] else x.new_zeros(*x.shape[:3], 1) for name, x in fields.items()}
-
-
 def attention(call: BlocksparseAttention) -> tuple[Tensor, Tensor]:
     """Operator `blocksparse_attention`."""
     q, v = call.q, call.v
     if q.shape[:3].numel() == 0:
         return empty_like(q, v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)
-    if 0 in (q.shape[-1], v.shape[-1]):
-        # Weights of heads without columns sum up all the same: their scores are 0.
-        out, lse = attention(call._replace(**with_columns(call, "q", "k", "v")))
-        return out if v.shape[-1] else empty_like(q, 0), lse
     path = choose_path(call)
     if path == "hopper":
         from gossamer.blocksparse._gluon import attention as hopper

@@ -32,19 +32,17 @@ from gossamer.blocksparse._triton.attention import (
     scores,
     store_rows,
     token_major,
-    with_columns,
 )
 from gossamer.blocksparse.attention_lists import (
     Tile,
     column_of,
     last_of,
     matrix_of,
-    meeting,
     owner_of,
     reached,
     row_of,
 )
-from gossamer.blocksparse.attention_path import choose_path, empty_like
+from gossamer.blocksparse.attention_path import choose_path, empty_like, leaves_idle
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 
 ROWS = 64
@@ -81,17 +79,30 @@ def _attention_stats_kernel(
 
 
 @triton.jit
-def load_stats(stats_ptr, pair, lines, exists, Tq, CONFIG: tl.constexpr, ROWS: tl.constexpr):
-    """(log-sum-exp in base 2, row sum, whether they take a key) of queries. The rows of one that takes none may hold
-    NaN, which weights of 0 would keep."""
-    padded = tl.cdiv(Tq, ROWS) * ROWS
+def load_stats(stats_ptr, pair, lines, exists, Tq):
+    """(log-sum-exp in base 2, row sum) of queries."""
+    padded = tl.cdiv(Tq, 64) * 64
     stats_ptr += pair.to(tl.int64) * (2 * padded) + lines
     lse = tl.load(stats_ptr, mask=exists, other=float("inf"))
-    delta = tl.load(stats_ptr + padded, mask=exists, other=0.0)
-    # The rows would wait for that: only what may leave a query without keys is asked.
-    if CONFIG.idle:
-        exists = lse != float("inf")
-    return lse, delta, exists
+    return lse, tl.load(stats_ptr + padded, mask=exists, other=0.0)
+
+
+@triton.jit
+def derivatives(
+    x, y, dx, dy, lse, delta, added, seed_ptr, pair, query, key, entry, inside, shift, scale, drop, sizes,
+    CONFIG: tl.constexpr,
+):  # fmt: skip
+    """(weights, derivatives of the scores) of a tile. Queries lie along one axis and keys along the other: x and y are
+    q and k, dx and dy the result's gradient and v, each in the order of the axes."""
+    s = scores(dot(x, tl.trans(y), CONFIG), added, pair, query, key, entry, inside, shift, scale, sizes, CONFIG)
+    p = tl.exp2(s - lse)
+    weights = p
+    dp = dot(dx, tl.trans(dy), CONFIG)
+    if seed_ptr is not None:
+        factors = dropout_weights(seed_ptr, pair, query, key, drop)
+        weights = p * factors
+        dp *= factors
+    return weights, p * (dp - delta)
 
 
 @triton.jit
@@ -133,12 +144,11 @@ def _attention_dq_kernel(
     begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
     lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     exists = lines < Tq
-    meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
     queries = pair.to(tl.int64) * Tq
     keys = (pair // GROUP).to(tl.int64) * Tk
-    lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, Tq, CONFIG, 64)
-    q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
-    grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
+    lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq)
+    q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
+    grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     for first in range(0, count * BLOCK_K, BLOCK_N):
         at = first + tl.arange(0, BLOCK_N)
@@ -146,15 +156,10 @@ def _attention_dq_kernel(
         present = present & (key < limit)
         k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
         v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
-        s = scores(
-            dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
-            meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
+        _, ds = derivatives(
+            q, k, grad, v, lse[:, None], delta[:, None], added, seed_ptr, pair, lines[:, None], key[None, :],
+            entry[None, :], exists[:, None] & present[None, :], shift, scale, drop, sizes, CONFIG,
         )  # fmt: skip
-        p = tl.exp2(s - lse[:, None])
-        dp = dot(grad, tl.trans(v), CONFIG)
-        if seed_ptr is not None:
-            dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], drop)
-        ds = p * (dp - delta[:, None])
         dq += dot(ds.to(k.dtype), k, CONFIG)
         if drelative_sums_ptr is not None:
             ds *= scale * 0.6931471805599453
@@ -205,24 +210,15 @@ def _attention_dkdv_kernel(
             present = at < count * BLOCK_Q
             entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
             query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
-            present = present & meeting(query, limit, shift, lengths_ptr, Tq, CONFIG)
-            lse, delta, present = load_stats(stats_ptr, of_query, query, present, Tq, CONFIG, 64)
+            present = present & (query < Tq)
+            lse, delta = load_stats(stats_ptr, of_query, query, present, Tq)
             q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
             grad = load_rows(grad_ptr, queries, query, present, DV, BLOCK_V)
-            s = scores(
-                dot(k, tl.trans(q), CONFIG), added, of_query, query[None, :], key[:, None], entry[None, :],
-                (key < limit)[:, None] & present[None, :], shift, scale, sizes, CONFIG,
+            weights, ds = derivatives(
+                k, q, v, grad, lse[None, :], delta[None, :], added, seed_ptr, of_query, query[None, :], key[:, None],
+                entry[None, :], (key < limit)[:, None] & present[None, :], shift, scale, drop, sizes, CONFIG,
             )  # fmt: skip
-            p = tl.exp2(s - lse[None, :])
-            weights = p
-            if seed_ptr is not None:
-                factors = dropout_weights(seed_ptr, of_query, query[None, :], key[:, None], drop)
-                weights = p * factors
             dv += dot(weights.to(grad.dtype), grad, CONFIG)
-            dp = dot(v, tl.trans(grad), CONFIG)
-            if seed_ptr is not None:
-                dp *= factors
-            ds = p * (dp - delta[None, :])
             dk += dot(ds.to(q.dtype), q, CONFIG)
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
@@ -288,21 +284,17 @@ def _attention_dbias_kernel(
             pair = batch * H + head
             queries = pair.to(tl.int64) * Tq
             keys = (pair // GROUP).to(tl.int64) * Tk
-            meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
-            lse, delta, meet = load_stats(stats_ptr, pair, lines, meet, Tq, CONFIG, 64)
-            q = load_rows(q_ptr, queries, lines, meet, D, BLOCK_D)
-            grad = load_rows(grad_ptr, queries, lines, meet, DV, BLOCK_V)
+            lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq)
+            q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
+            grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
             k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
             v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
-            s = scores(
-                dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :],
-                tl.zeros([1, 1], tl.int32) + entry, meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
+            _, ds = derivatives(
+                q, k, grad, v, lse[:, None], delta[:, None], added, seed_ptr, pair, lines[:, None], key[None, :],
+                tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :], shift, scale, drop, sizes,
+                CONFIG,
             )  # fmt: skip
-            p = tl.exp2(s - lse[:, None])
-            dp = dot(grad, tl.trans(v), CONFIG)
-            if seed_ptr is not None:
-                dp *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], drop)
-            acc += p * (dp - delta[:, None])
+            acc += ds
     acc = tl.where(total > capacity, float("nan"), acc)
     if DENSE:
         at = (owner.to(tl.int64) * Tq + lines)[:, None] * Tk + key[None, :]
@@ -346,16 +338,8 @@ def launch_attention_bwd(
     if max(config.block_d, config.block_v) * q.element_size() >= 256:
         config = replace(config, block_m=max(16, config.block_m // 2))
     grid = (p.columns * (p.block[1] // config.block_n) * p.b * p.key_heads, 1, 1)
-    args = (
-        *inputs,
-        dk,
-        dv,
-        lists.col_offsets,
-        lists.transpose_order,
-        lists.row_indices,
-        *given.masks,
-        *given.sizes[1:],
-    )
+    columns = lists.col_offsets, lists.transpose_order, lists.row_indices
+    args = (*inputs, dk, dv, *columns, *given.masks, *given.sizes[1:])
     _attention_dkdv_kernel(grid, args, {"CONFIG": config}, **config.options)
     return dq, dk, dv
 
@@ -377,17 +361,18 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
     # Results share no memory.
     dbias, drelative = q.new_empty(0), q.new_empty(0)
-    if q.shape[:3].numel() and 0 in (q.shape[-1], v.shape[-1]):
-        made = attention_bwd(call._replace(**with_columns(call, "q", "k", "v", "grad", "out")))
-        dq, dk, dv = (x if y.shape[-1] else empty_like(y) for x, y in zip(made, (q, k, v)))
-        return dq, dk, dv, *made[3:]
-    if q.numel() == 0 or k.numel() == 0:
+    if 0 in (q.shape[:3].numel(), k.shape[:3].numel()):
         if bias is not None and call.with_bias:
             dbias = bias.new_zeros(bias.shape)
         if relative is not None and call.with_relative:
             drelative = relative.new_zeros(relative.shape)
         dq, dk, dv = (empty_like(x).zero_() for x in (q, k, v))
         return dq, dk, dv, dbias, drelative
+    if leaves_idle(call):
+        # Rows of queries that take no key may hold NaN, which weights of 0 would keep.
+        taking = (lse != -torch.inf)[..., None]
+        q, grad = torch.where(taking, q, 0), torch.where(taking, grad, 0)
+        call = call._replace(q=q, grad=grad)
     # Statistics, and the copy engine, read rows wherever they stand.
     grad = grad if grad.stride(-1) == 1 else grad.contiguous()
     stats = attention_stats(out, grad, lse, grad_lse)
@@ -406,15 +391,10 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     return dq, dk, dv, dbias, drelative
 
 
-_CONFIG = replace(EXAMPLE, block_n=32, idle=True)
+_EXAMPLE = {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": replace(EXAMPLE, block_n=32), "num_stages": 1}
 EXAMPLES = {
     _attention_stats_kernel: {"ROWS": ROWS, "BLOCK_D": 128},
-    _attention_dq_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": _CONFIG, "num_stages": 1},
-    _attention_dkdv_kernel: {
-        "bias_ptr": "*bf16",
-        "seed_ptr": "*i64",
-        "CONFIG": replace(_CONFIG, block_m=32),
-        "num_stages": 1,
-    },
-    _attention_dbias_kernel: {"bias_ptr": "*bf16", "seed_ptr": "*i64", "CONFIG": _CONFIG, "num_stages": 1},
+    _attention_dq_kernel: _EXAMPLE,
+    _attention_dkdv_kernel: _EXAMPLE | {"CONFIG": replace(EXAMPLE, block_n=32, block_m=32)},
+    _attention_dbias_kernel: _EXAMPLE,
 }
