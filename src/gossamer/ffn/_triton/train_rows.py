@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import RowLists, Tile, Weights, halves, load, offset_of, wide, widened
+from gossamer.ffn._triton.entry_lists import RowLists, Tile, Weights, halves, hidden_of, load, offset_of, wide, widened
 
 
 @launch.kernel
@@ -32,13 +32,11 @@ def _ffn_train_up_kernel(
         k = tl.arange(0, BLOCK_K)
         x = wide(tl.load(x_ptr + row * K + k, mask=k < K, other=0.0), HALVES)
     l1 = tl.zeros([BLOCK_E], tl.float32)
-    dtype: tl.constexpr = gate_ptr.dtype.element_ty
     for first in tl.range(0, count, BLOCK_E, num_stages=STAGES):
         entry = first + tl.arange(0, BLOCK_E)
         held = entry < count
-        hidden = tl.load(gate_ptr + start + entry, mask=held, other=0.0).to(tl.float32)
-        if SQUARED:
-            hidden = (hidden * hidden).to(dtype).to(tl.float32)
+        gate = tl.load(gate_ptr + start + entry, mask=held, other=0.0)
+        factor = None
         if up_ptr is not None:
             at = widened(tl.load(columns_ptr + start + entry, mask=held, other=0))
             mask = held[:, None] & (k < K)[None, :]
@@ -46,9 +44,9 @@ def _ffn_train_up_kernel(
             factor = tl.sum(wide(up, HALVES) * x[None, :], axis=1)
             if up_bias_ptr is not None:
                 factor += tl.load(up_bias_ptr + at, mask=held, other=0.0).to(tl.float32)
-            factor = factor.to(dtype)
+            factor = factor.to(gate.dtype).to(tl.float32)
             tl.store(up_values_ptr + start + entry, factor, mask=held)
-            hidden = (hidden * factor.to(tl.float32)).to(dtype).to(tl.float32)
+        hidden = hidden_of(gate, factor, SQUARED)
         tl.store(hidden_ptr + start + entry, hidden, mask=held)
         l1 += tl.where(held, tl.abs(hidden), 0.0)
     tl.store(l1_ptr + row, tl.sum(l1, axis=0))
