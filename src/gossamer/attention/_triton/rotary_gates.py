@@ -4,6 +4,8 @@ A program takes BLOCK_T tokens of one section of the projection, which is a head
 both halves of a head at once, for rotary embeddings turn one into the other. Each number is read once and written once.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -21,12 +23,20 @@ def sections(unit, H, G):
     return kind, unit - first
 
 
+@triton.jit
+def slope(x):
+    """Of a sigmoid at x."""
+    s = tl.sigmoid(x.to(tl.float32))
+    return s * (1 - s)
+
+
 @launch.kernel
-def _rotary_gates_fwd_kernel(
-    y_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, gate_ptr, stride_y, tokens, angles, H, G,
+def _rotary_gates_kernel(
+    y_ptr, cos_ptr, sin_ptr, q_ptr, k_ptr, v_ptr, gate_ptr, dy_ptr, stride_y, tokens, angles, H, G,
     D: tl.constexpr, VALUE_GATE: tl.constexpr, BLOCK_T: tl.constexpr,
 ):  # fmt: skip
-    """Program (BLOCK_T tokens, section). y is [tokens, columns]: q, k, v, the values' gate, the output's gate."""
+    """Program (BLOCK_T tokens, section). y is [tokens, columns]: q, k, v, the values' gate, the output's gate. With
+    `dy_ptr` the other four are gradients, and that of y is written; a section of v has that of its gate, too."""
     HALF: tl.constexpr = D // 2
     kind, head = sections(tl.program_id(1), H, G)
     token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
@@ -34,92 +44,52 @@ def _rotary_gates_fwd_kernel(
     mask = (token < tokens)[:, None] & (column < HALF)[None, :]
     row = token.to(tl.int64)[:, None]
     start = tl.program_id(1) + tl.where(kind == 3, G if VALUE_GATE else 0, 0)
-    y_ptr += row * stride_y + start * D + column[None, :]
-    low = tl.load(y_ptr, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(y_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    at = row * stride_y + start * D + column[None, :]
+    y_ptr += at
+    heads = tl.where((kind == 0) | (kind == 3), H, G)
+    of_head = (row * heads + head) * D + column[None, :]
+    if kind == 0:
+        head_ptr = q_ptr + of_head
+    elif kind == 1:
+        head_ptr = k_ptr + of_head
+    elif kind == 2:
+        head_ptr = v_ptr + of_head
+    else:
+        head_ptr = gate_ptr + of_head
+    if dy_ptr is None:
+        from_ptr, to_ptr = y_ptr, head_ptr
+    else:
+        from_ptr, to_ptr = head_ptr, dy_ptr + at
+    low = tl.load(from_ptr, mask=mask, other=0.0).to(tl.float32)
+    high = tl.load(from_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
+    dtype = y_ptr.dtype.element_ty
     if kind <= 1:
-        at = (row % angles) * D + column[None, :]
-        cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
+        angle = (row % angles) * D + column[None, :]
+        cos = tl.load(cos_ptr + angle, mask=mask, other=0.0)
+        sin = tl.load(sin_ptr + angle, mask=mask, other=0.0)
+        if dy_ptr is not None:
+            sin = -sin
         turned = low * cos - high * sin
         high = high * cos + low * sin
         low = turned
     elif kind == 3:
-        low, high = tl.sigmoid(low), tl.sigmoid(high)
-    elif VALUE_GATE:
-        low *= tl.sigmoid(tl.load(y_ptr + G * D, mask=mask, other=0.0).to(tl.float32))
-        high *= tl.sigmoid(tl.load(y_ptr + G * D + HALF, mask=mask, other=0.0).to(tl.float32))
-    heads = tl.where((kind == 0) | (kind == 3), H, G)
-    at = (row * heads + head) * D + column[None, :]
-    if kind == 0:
-        out_ptr = q_ptr + at
-    elif kind == 1:
-        out_ptr = k_ptr + at
-    elif kind == 2:
-        out_ptr = v_ptr + at
-    else:
-        out_ptr = gate_ptr + at
-    tl.store(out_ptr, low.to(q_ptr.dtype.element_ty), mask=mask)
-    tl.store(out_ptr + HALF, high.to(q_ptr.dtype.element_ty), mask=mask)
-
-
-@launch.kernel
-def _rotary_gates_bwd_kernel(
-    y_ptr, cos_ptr, sin_ptr, dq_ptr, dk_ptr, dv_ptr, dgate_ptr, dy_ptr, stride_y, tokens, angles, H, G,
-    D: tl.constexpr, VALUE_GATE: tl.constexpr, OUTPUT_GATE: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
-    """Program (BLOCK_T tokens, section), as in the forward pass; a section of v has the gradient of its gate, too."""
-    HALF: tl.constexpr = D // 2
-    kind, head = sections(tl.program_id(1), H, G)
-    token = tl.program_id(0) * BLOCK_T + tl.arange(0, BLOCK_T)
-    column = tl.arange(0, triton.next_power_of_2(HALF))
-    mask = (token < tokens)[:, None] & (column < HALF)[None, :]
-    row = token.to(tl.int64)[:, None]
-    start = (tl.program_id(1) + tl.where(kind == 3, G if VALUE_GATE else 0, 0)) * D + column[None, :]
-    columns = (H + (3 if VALUE_GATE else 2) * G + (H if OUTPUT_GATE else 0)) * D
-    y_ptr += row * stride_y + start
-    dy_ptr += row * columns + start
-    heads = tl.where((kind == 0) | (kind == 3), H, G)
-    at = (row * heads + head) * D + column[None, :]
-    if kind == 0:
-        grad_ptr = dq_ptr + at
-    elif kind == 1:
-        grad_ptr = dk_ptr + at
-    elif kind == 2:
-        grad_ptr = dv_ptr + at
-    else:
-        grad_ptr = dgate_ptr + at
-    low = tl.load(grad_ptr, mask=mask, other=0.0).to(tl.float32)
-    high = tl.load(grad_ptr + HALF, mask=mask, other=0.0).to(tl.float32)
-    dtype = dy_ptr.dtype.element_ty
-    if kind <= 1:
-        at = (row % angles) * D + column[None, :]
-        cos = tl.load(cos_ptr + at, mask=mask, other=0.0)
-        sin = tl.load(sin_ptr + at, mask=mask, other=0.0)
-        turned = low * cos + high * sin
-        high = high * cos - low * sin
-        low = turned
-    elif kind == 3:
-        low *= slope(tl.load(y_ptr, mask=mask, other=0.0))
-        high *= slope(tl.load(y_ptr + HALF, mask=mask, other=0.0))
+        if dy_ptr is None:
+            low, high = tl.sigmoid(low), tl.sigmoid(high)
+        else:
+            low *= slope(tl.load(y_ptr, mask=mask, other=0.0))
+            high *= slope(tl.load(y_ptr + HALF, mask=mask, other=0.0))
     elif VALUE_GATE:
         gate_low = tl.load(y_ptr + G * D, mask=mask, other=0.0)
         gate_high = tl.load(y_ptr + G * D + HALF, mask=mask, other=0.0)
-        of_low = low * tl.load(y_ptr, mask=mask, other=0.0).to(tl.float32) * slope(gate_low)
-        of_high = high * tl.load(y_ptr + HALF, mask=mask, other=0.0).to(tl.float32) * slope(gate_high)
-        tl.store(dy_ptr + G * D, of_low.to(dtype), mask=mask)
-        tl.store(dy_ptr + G * D + HALF, of_high.to(dtype), mask=mask)
+        if dy_ptr is not None:
+            of_low = low * tl.load(y_ptr, mask=mask, other=0.0).to(tl.float32) * slope(gate_low)
+            of_high = high * tl.load(y_ptr + HALF, mask=mask, other=0.0).to(tl.float32) * slope(gate_high)
+            tl.store(to_ptr + G * D, of_low.to(dtype), mask=mask)
+            tl.store(to_ptr + G * D + HALF, of_high.to(dtype), mask=mask)
         low *= tl.sigmoid(gate_low.to(tl.float32))
         high *= tl.sigmoid(gate_high.to(tl.float32))
-    tl.store(dy_ptr, low.to(dtype), mask=mask)
-    tl.store(dy_ptr + HALF, high.to(dtype), mask=mask)
-
-
-@triton.jit
-def slope(x):
-    """Of a sigmoid at x."""
-    s = tl.sigmoid(x.to(tl.float32))
-    return s * (1 - s)
+    tl.store(to_ptr, low.to(dtype), mask=mask)
+    tl.store(to_ptr + HALF, high.to(dtype), mask=mask)
 
 
 BLOCK_T = 32
@@ -131,34 +101,31 @@ def rotary_gates(call: RotaryGates) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     b, t, d = *y.shape[:2], cos.shape[-1]
     q, k, v = (y.new_empty(b, t, n, d) for n in (heads, groups, groups))
     gate = y.new_empty(b, t, heads * d if output_gate else 0)
-    if q.numel():
-        units = heads * (2 if output_gate else 1) + 2 * groups
-        sizes = (y.shape[2], b * t, cos.numel() // d, heads, groups)
-        meta = {"D": d, "VALUE_GATE": value_gate, "BLOCK_T": BLOCK_T}
-        args = (y, cos, sin, q, k, v, gate, *sizes)
-        grid = (launch.cdiv(b * t, BLOCK_T), units, 1)
-        _rotary_gates_fwd_kernel(grid, args, meta, num_warps=4)
+    _launch(y, cos, sin, (q, k, v, gate), None, value_gate)
     return q, k, v, gate
 
 
 def rotary_gates_bwd(call: RotaryGatesBwd) -> Tensor:
     """Operator `rotary_gates_bwd` -> the gradient of y."""
-    dq, dk, dv, dgate, y, cos, sin, value_gate = call
-    b, t, heads, d = dq.shape
-    groups = dk.shape[2]
+    *parts, y, cos, sin, value_gate = call
     dy = torch.empty_like(y)
-    if y.numel():
-        output_gate = dgate.shape[-1] > 0
-        units = heads * (2 if output_gate else 1) + 2 * groups
-        sizes = (y.shape[2], b * t, cos.numel() // d, heads, groups)
-        meta = {"D": d, "VALUE_GATE": value_gate, "OUTPUT_GATE": output_gate, "BLOCK_T": BLOCK_T}
-        args = (y, cos, sin, dq, dk, dv, dgate, dy, *sizes)
-        grid = (launch.cdiv(b * t, BLOCK_T), units, 1)
-        _rotary_gates_bwd_kernel(grid, args, meta, num_warps=4)
+    _launch(y, cos, sin, parts, dy, value_gate)
     return dy
 
 
+def _launch(y: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[Tensor], dy: Tensor | None, value_gate: bool) -> None:
+    """Fills the parts, q, k, v and gate, or from gradients of these that of y."""
+    if y.numel() == 0:
+        return
+    heads, groups, d = parts[0].shape[2], parts[1].shape[2], cos.shape[-1]
+    tokens, columns = y.shape[0] * y.shape[1], y.shape[2]
+    # The values' gates have no programs of their own.
+    programs = columns // d - (groups if value_gate else 0)
+    args = (y, cos, sin, *parts, dy, columns, tokens, cos.numel() // d, heads, groups)
+    meta = {"D": d, "VALUE_GATE": value_gate, "BLOCK_T": BLOCK_T}
+    _rotary_gates_kernel((launch.cdiv(tokens, BLOCK_T), programs, 1), args, meta, num_warps=4)
+
+
 EXAMPLES = {
-    _rotary_gates_fwd_kernel: {"D": 128, "VALUE_GATE": True, "BLOCK_T": 32},
-    _rotary_gates_bwd_kernel: {"D": 128, "VALUE_GATE": True, "OUTPUT_GATE": True, "BLOCK_T": 32},
+    _rotary_gates_kernel: {"dy_ptr": "*bf16", "D": 128, "VALUE_GATE": True, "BLOCK_T": 32},
 }

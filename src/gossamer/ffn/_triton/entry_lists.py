@@ -145,6 +145,16 @@ def listed_counts(indices_ptr, slot_ptr, used, at, counts, slots, tile):
     return listed
 
 
+@triton.jit
+def hidden_of(gate, up, SQUARED: tl.constexpr):
+    """Hidden activations of active entries, rounded after each step, in float32; up: float32, or None in a plain
+    block."""
+    hidden = gate.to(tl.float32)
+    if SQUARED:
+        hidden = (hidden * hidden).to(gate.dtype).to(tl.float32)
+    return hidden if up is None else (hidden * up).to(gate.dtype).to(tl.float32)
+
+
 @launch.kernel
 def _ffn_row_counts_kernel(
     indices_ptr, counts_ptr, hot_ptr, slot_ptr, nnz_ptr, kept_ptr, tiles, slots, tile, limit,
@@ -280,11 +290,10 @@ def _ffn_column_lists_kernel(
         ahead = tl.load(bits_ptr + words + column, mask=held, other=0) & ((1 << (row % GROUP)) - 1)
         place = tl.load(offsets_ptr + column, mask=held, other=0) + count_bits(ahead)
         place += tl.load(before_ptr + words + column, mask=held, other=0)
-        gate = tl.load(gate_ptr + at, mask=held, other=0.0).to(tl.float32)
-        hidden = gate * gate if SQUARED else gate
+        up = None
         if up_ptr is not None:
-            hidden = hidden.to(hidden_ptr.dtype.element_ty).to(tl.float32)
-            hidden *= tl.load(up_ptr + at, mask=held, other=0.0).to(tl.float32)
+            up = tl.load(up_ptr + at, mask=held, other=0.0).to(tl.float32)
+        hidden = hidden_of(tl.load(gate_ptr + at, mask=held, other=0.0), up, SQUARED)
         tl.store(rows_ptr + place, row + tl.zeros([BLOCK], tl.int32), mask=held)
         tl.store(places_ptr + place, at, mask=held)
         tl.store(hidden_ptr + place, hidden, mask=held)

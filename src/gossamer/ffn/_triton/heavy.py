@@ -18,6 +18,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch, tuning
+from gossamer.ffn._triton.entry_lists import hidden_of
 from gossamer.rowsparse._triton.overflow import SUMMED, summed_apart
 
 LISTED = tl.constexpr(4)
@@ -69,31 +70,26 @@ def along(acc, a_rows, b_columns, step_a, step_b, length, valid, inside, BLOCK_K
 
 
 @triton.jit
-def gate_tile(x_rows, gate_ptr, bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK: tl.constexpr,
-              BLOCK_K: tl.constexpr, DOT: tl.constexpr):  # fmt: skip
-    """(pre-activations, rounded as they are where entries are packed; which are active) of a tile."""
-    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), gate_ptr + n.to(tl.int64)[None, :] * K
-    acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK_K, DOT)
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    z = acc.to(x_rows.dtype.element_ty)
-    bound = tl.zeros([BLOCK], tl.float32)
-    if threshold_ptr is not None:
-        bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
-        bound = tl.where(bound < 0, 0.0, bound)
-    active = (z.to(tl.float32) <= bound[None, :]) == 0
-    return z, active & valid[:, None] & inside[None, :]
-
-
-@triton.jit
-def up_tile(x_rows, up_ptr, bias_ptr, n, K, valid, inside, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr,
-            DOT: tl.constexpr):  # fmt: skip
-    """The up projection, rounded."""
-    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), up_ptr + n.to(tl.int64)[None, :] * K
+def projected(
+    x_rows, w_ptr, bias_ptr, n, K, valid, inside, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr
+):  # fmt: skip
+    """A tile of x @ w.T + bias, rounded."""
+    acc, w_rows = tl.zeros([BLOCK, BLOCK], tl.float32), w_ptr + n.to(tl.int64)[None, :] * K
     acc = along(acc, x_rows, w_rows, 1, 1, K, valid, inside, BLOCK_K, DOT)
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     return acc.to(x_rows.dtype.element_ty)
+
+
+@triton.jit
+def let_through(z, threshold_ptr, n, valid, inside):
+    """Which pre-activations of a tile are active, decided as where entries are packed: after they were rounded."""
+    bound = tl.zeros(n.shape, tl.float32)
+    if threshold_ptr is not None:
+        bound = tl.load(threshold_ptr + n, mask=inside, other=0.0).to(tl.float32)
+        bound = tl.where(bound < 0, 0.0, bound)
+    active = (z.to(tl.float32) <= bound[None, :]) == 0
+    return active & valid[:, None] & inside[None, :]
 
 
 @triton.jit
@@ -145,16 +141,13 @@ def _ffn_heavy_kernel(
             n = tile_n * BLOCK + tl.arange(0, BLOCK)
             inside = n < N
             x_rows = x_ptr + row[:, None] * K
-            z, active = gate_tile(
-                x_rows, gate_ptr, gate_bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT
-            )  # fmt: skip
-            hidden = tl.where(active, z.to(tl.float32), 0.0)
-            if SQUARED:
-                hidden *= hidden
+            z = projected(x_rows, gate_ptr, gate_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT)
+            active = let_through(z, threshold_ptr, n, valid, inside)
+            up = None
             if up_ptr is not None:
-                up = up_tile(x_rows, up_ptr, up_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT)
-                # Zeros where nothing is active, whatever the other factor.
-                hidden = tl.where(active, hidden.to(z.dtype).to(tl.float32) * up.to(tl.float32), 0.0)
+                up = projected(x_rows, up_ptr, up_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT).to(tl.float32)
+            # Zeros where nothing is active, whatever the other factor.
+            hidden = tl.where(active, hidden_of(z, up, SQUARED), 0.0)
             if fired_ptr is not None:
                 tl.atomic_add(fired_ptr + n, tl.sum(active.to(tl.int32), axis=0), mask=inside, sem="relaxed")
             to = hidden_ptr + place.to(tl.int64)[:, None] * N + n[None, :]

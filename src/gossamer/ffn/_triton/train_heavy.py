@@ -14,13 +14,13 @@ from gossamer.ffn._triton.entry_lists import through
 from gossamer.ffn._triton.heavy import (
     GROUP_M,
     along,
-    gate_tile,
+    let_through,
     next_tile,
     origin_of,
+    projected,
     reserved,
     tile_dot,
     tile_for,
-    up_tile,
     wait_for,
 )
 
@@ -39,7 +39,8 @@ def hidden_grad_tile(
     n = tile_n * BLOCK + tl.arange(0, BLOCK)
     inside = n < N
     x_rows = x_ptr + row[:, None] * K
-    z, active = gate_tile(x_rows, gate_ptr, gate_bias_ptr, threshold_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT)
+    z = projected(x_rows, gate_ptr, gate_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT)
+    active = let_through(z, threshold_ptr, n, valid, inside)
     to = kept_ptr + place.to(tl.int64)[:, None] * N + n[None, :]
     mask = valid[:, None] & inside[None, :]
     size = tl.cast(R, tl.int64) * N
@@ -47,7 +48,7 @@ def hidden_grad_tile(
     grad = along(grad, grad_ptr + row[:, None] * D, w_rows, 1, 1, D, valid, inside, BLOCK_K, DOT)
     up = None
     if up_ptr is not None:
-        up = up_tile(x_rows, up_ptr, up_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT).to(tl.float32)
+        up = projected(x_rows, up_ptr, up_bias_ptr, n, K, valid, inside, BLOCK, BLOCK_K, DOT).to(tl.float32)
     hidden, through_gate, through_up = through(grad, z, active, up, penalty_ptr, SQUARED)
     tl.store(to, hidden, mask=mask)
     tl.store(to + size, through_gate, mask=mask)
@@ -57,13 +58,15 @@ def hidden_grad_tile(
 
 @triton.jit
 def add_weight_tile(
-    heavy_ptr, kept_ptr, rows_ptr, out_ptr, tile_n, tile_k, base, held, N, K,
+    heavy_ptr, kept_ptr, rows_ptr, out_ptr, sums_ptr, tile_n, tile_k, base, held, N, K,
     BLOCK: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr,
 ):  # fmt: skip
-    """Adds to a tile of a weight's gradient, [N, K], kept.T @ rows over the listed rows."""
+    """Adds to a tile of a weight's gradient, [N, K], kept.T @ rows over the listed rows, and to sums_ptr, if any, the
+    sums of columns of kept."""
     n = tile_n * BLOCK + tl.arange(0, BLOCK)
     k = tile_k * BLOCK + tl.arange(0, BLOCK)
     acc = tl.zeros([BLOCK, BLOCK], tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
     for first in range(0, held, BLOCK_K):
         place = first + tl.arange(0, BLOCK_K)
         valid = place < held
@@ -72,22 +75,13 @@ def add_weight_tile(
         a = tl.load(at, mask=valid[None, :] & (n < N)[:, None], other=0.0)
         b = tl.load(rows_ptr + row[:, None] * K + k[None, :], mask=valid[:, None] & (k < K)[None, :], other=0.0)
         acc = tile_dot(a, b, acc, DOT)
+        total += tl.sum(a.to(tl.float32), axis=1)
     to = out_ptr + n.to(tl.int64)[:, None] * K + k[None, :]
     mask = (n < N)[:, None] & (k < K)[None, :]
     tl.store(to, tl.load(to, mask=mask, other=0.0).to(tl.float32) + acc, mask=mask)
-
-
-@triton.jit
-def add_sums(kept_ptr, sums_ptr, tile_n, held, N, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Adds the sums of columns of kept, over the listed rows."""
-    n = tile_n * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, held, BLOCK_K):
-        place = first + tl.arange(0, BLOCK_K)
-        at = kept_ptr + place.to(tl.int64)[:, None] * N + n[None, :]
-        kept = tl.load(at, mask=(place < held)[:, None] & (n < N)[None, :], other=0.0)
-        total += tl.sum(kept.to(tl.float32), axis=0)
-    tl.store(sums_ptr + n, tl.load(sums_ptr + n, mask=n < N, other=0.0) + total, mask=n < N)
+    if sums_ptr is not None:
+        if tile_k == 0:
+            tl.store(sums_ptr + n, tl.load(sums_ptr + n, mask=n < N, other=0.0) + total, mask=n < N)
 
 
 @launch.kernel
@@ -120,40 +114,27 @@ def _ffn_train_heavy_bwd_kernel(
             )  # fmt: skip
             number = next_tile(words_ptr)
         begin = end
-        down_end = begin + tiles_n * tiles_d
-        gate_end = down_end + tiles_n * tiles_k
-        up_end = gate_end
-        if up_ptr is not None:
-            up_end += tiles_n * tiles_k
-        sums_end = up_end + tiles_n
-        end = sums_end + tiles_m * tiles_k
+        weights_end = begin + tiles_n * (tiles_d + (tiles_k if up_ptr is None else 2 * tiles_k))
+        end = weights_end + tiles_m * tiles_k
         if number < end:
             wait_for(words_ptr + 1, begin)
         while number < end:
-            if number < down_end:
+            if number < begin + tiles_n * tiles_d:
                 tile_n, tile_k = origin_of(number - begin, tiles_n, tiles_d, GROUP_M)
                 add_weight_tile(
-                    heavy_ptr, kept_ptr, grad_ptr, grads[2], tile_n, tile_k, base, held, N, D, BLOCK, BLOCK_K, DOT
+                    heavy_ptr, kept_ptr, grad_ptr, grads[2], None, tile_n, tile_k, base, held, N, D, BLOCK, BLOCK_K, DOT
                 )  # fmt: skip
-            elif number < gate_end:
-                tile_n, tile_k = origin_of(number - down_end, tiles_n, tiles_k, GROUP_M)
-                add_weight_tile(
-                    heavy_ptr, kept_ptr + size, x_ptr, grads[0], tile_n, tile_k, base, held, N, K, BLOCK, BLOCK_K, DOT
-                )  # fmt: skip
-            elif number < up_end:
-                if up_ptr is not None:
-                    tile_n, tile_k = origin_of(number - gate_end, tiles_n, tiles_k, GROUP_M)
-                    add_weight_tile(
-                        heavy_ptr, kept_ptr + 2 * size, x_ptr, grads[1], tile_n, tile_k, base, held, N, K, BLOCK,
-                        BLOCK_K, DOT,
-                    )  # fmt: skip
-            elif number < sums_end:
-                tile_n = number - up_end
-                add_sums(kept_ptr + size, sums_ptr, tile_n, held, N, BLOCK, BLOCK_K)
-                if up_ptr is not None:
-                    add_sums(kept_ptr + 2 * size, sums_ptr + N, tile_n, held, N, BLOCK, BLOCK_K)
+            elif number < weights_end:
+                for i in tl.static_range(1 if up_ptr is None else 2):
+                    first = begin + tiles_n * (tiles_d + i * tiles_k)
+                    if (number >= first) & (number < first + tiles_n * tiles_k):
+                        tile_n, tile_k = origin_of(number - first, tiles_n, tiles_k, GROUP_M)
+                        add_weight_tile(
+                            heavy_ptr, kept_ptr + (i + 1) * size, x_ptr, grads[i], sums_ptr + i * N, tile_n, tile_k,
+                            base, held, N, K, BLOCK, BLOCK_K, DOT,
+                        )  # fmt: skip
             else:
-                tile_m, tile_k = origin_of(number - sums_end, tiles_m, tiles_k, GROUP_M)
+                tile_m, tile_k = origin_of(number - weights_end, tiles_m, tiles_k, GROUP_M)
                 place = tile_m * BLOCK + tl.arange(0, BLOCK)
                 valid = place < held
                 row = tl.load(heavy_ptr + 1 + base + place, mask=valid, other=0).to(tl.int64)

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch
-from gossamer.ffn._triton.entry_lists import RANKS, Hot, Weights, columns_at, through
+from gossamer.ffn._triton.entry_lists import RANKS, Hot, Weights, columns_at, hidden_of, through
 from gossamer.ffn.costs import hot_bound
 from gossamer.rowsparse.formats import sums_over_rows
 
@@ -128,12 +128,8 @@ def _ffn_hot_hidden_kernel(
             tl.store(up_at, up, mask=held)
         up = up.to(tl.float32)
     if through_ptr is None:
-        hidden = z.to(tl.float32)
-        if SQUARED:
-            hidden = (hidden * hidden).to(z.dtype).to(tl.float32)
-        if GATED:
-            # Zeros where nothing is active, whatever the other factor.
-            hidden = tl.where(active, (hidden * up).to(z.dtype).to(tl.float32), 0.0)
+        # Zeros where nothing is active, whatever the other factor.
+        hidden = tl.where(active, hidden_of(z, up, SQUARED), 0.0)
         tl.store(l1_ptr + row, tl.load(l1_ptr + row) + tl.sum(tl.abs(hidden), axis=0))
     else:
         grad = tl.load(through_hidden_ptr + at, mask=held, other=0.0).to(tl.float32)
