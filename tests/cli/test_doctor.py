@@ -1,6 +1,5 @@
 """`gossamer doctor` and the frame around the commands."""
 
-import os
 import re
 import shutil
 import signal

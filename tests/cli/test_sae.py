@@ -315,7 +315,7 @@ def test_what_may_not_be_read(files: Path, monkeypatch: pytest.MonkeyPatch) -> N
     def refuse(file: Path) -> Any:
         raise PermissionError(errno.EACCES, "Permission denied", str(file))
 
-    monkeypatch.setattr(disk, "digest", refuse)
+    monkeypatch.setattr(disk.files, "digest", refuse)
     code, output = run("show", files / "out")
     assert code == 1 and "Permission denied" in output and "gone" not in output
 

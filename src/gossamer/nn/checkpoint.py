@@ -1,7 +1,6 @@
 """Autoencoders on disk, in the layouts of SAELens, of EleutherAI's sparsify and of circuit-tracer, without pickle."""
 
 import functools
-import hashlib
 import json
 import os
 from collections.abc import Callable
@@ -146,7 +145,8 @@ def save_sae(model: Model | CrossLayerTranscoder, folder: str | Path, *, layout:
     if steered:
         # Of the logarithm of a threshold's exponential the last bits would be others.
         kept += (*_STEERING, "log_threshold")
-    _write(folder / _TRAINING, {name: getattr(model, name).detach() for name in kept}, {"weights": _digest(weights)})
+    state = {name: getattr(model, name).detach() for name in kept}
+    _write(folder / _TRAINING, state, {"weights": files.digest(weights)})
     _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n"))
 
 
@@ -220,15 +220,11 @@ def load_sae(folder: str | Path, *, device: torch.device | str | None = None, dt
     return model
 
 
-def _digest(weights: Path) -> str:
-    return hashlib.sha256(weights.read_bytes()).hexdigest()
-
-
 def _written_with(operator: str, statistics: Path, weights: Path) -> bool:
     """Whether the weights beside the statistics are those that they were counted with."""
     try:
         with safe_open(statistics, framework="pt") as file:
-            return (file.metadata() or {}).get("weights") == _digest(weights)
+            return (file.metadata() or {}).get("weights") == files.digest(weights)
     except SafetensorError as error:
         raise ValueError(
             f"{operator}: {statistics} is not a whole safetensors file: {error}. Remove it to begin with statistics of "
@@ -394,4 +390,5 @@ def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | No
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    files.write_whole("nn.save_sae", file, file.with_name(f".{file.name}.{os.getpid()}"), write)
+    # Several ranks may write the same file.
+    files.write_whole("nn.save_sae", file, write, file.with_name(f".{file.name}.{os.getpid()}"))
