@@ -117,8 +117,8 @@ def run(settings: Settings, device: torch.device, corpus: Corpus, console: Conso
                 _replace(Path(unfinished, name), settings.out / name)
     except KeyboardInterrupt:
         raise KeyboardInterrupt("nothing was written") from None
-    _write(settings.out / "index.html", page)
-    _write(settings.out / "results.json", data)
+    files.write_text("demo", settings.out / "index.html", page)
+    files.write_text("demo", settings.out / "results.json", data)
     console.print(summary(results))
     console.print(f"Report: {settings.out / 'index.html'}", highlight=False, markup=False, soft_wrap=True)
     for line in ("Go on with:", *(f"  {command}" for command in go_on(settings.out, results))):
@@ -382,8 +382,3 @@ def _replace(new: Path, place: Path) -> None:
     if place.exists():
         os.replace(place, new.with_name(f"old-{new.name}"))
     os.replace(new, place)
-
-
-def _write(file: Path, text: str) -> None:
-    partial = file.with_name(f".{file.name}.partial")
-    files.write_whole("demo", file, partial, lambda path: path.write_text(text, "utf-8"))

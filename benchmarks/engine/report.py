@@ -152,8 +152,7 @@ def record(result: CaseResult, ceilings: Ceilings) -> dict[str, Any]:
 def write_json(path: Path, content: dict[str, Any]) -> None:
     """Write `content`, whole or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    text = json.dumps(content, indent=1) + "\n"
-    files.write_whole("benchmarks", path, path.with_suffix(".partial"), lambda partial: partial.write_text(text))
+    files.write_text("benchmarks", path, json.dumps(content, indent=1) + "\n")
 
 
 def make_console() -> Console:

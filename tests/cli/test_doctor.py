@@ -1,6 +1,5 @@
 """`gossamer doctor` and the frame around the commands."""
 
-import os
 import re
 import shutil
 import signal
@@ -175,7 +174,7 @@ def test_commands_of_groups_end_alike(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("gossamer.train.read_text", "gossamer.extract.Extraction.check"):
-        monkeypatch.setattr(name, lambda *_: os.kill(os.getpid(), number))
+        monkeypatch.setattr(name, lambda *_: signal.raise_signal(number))
     before = signal.getsignal(signal.SIGTERM)
     result = CliRunner().invoke(main, arguments)
     assert result.exit_code == 130 and result.output.endswith("gossamer: interrupted\n")

@@ -95,7 +95,7 @@ def test_killed_for_good(kills: int, tmp_path: Path) -> None:
 def test_killed_as_it_begins(left: str, device: torch.device, tmp_path: Path) -> None:
     """What the first manifest leaves where it was not moved to its place any more is no other run's."""
     sae, x = model(device), activations(100)
-    partial = tmp_path / "out" / "manifest.json.partial"
+    partial = tmp_path / "out" / ".manifest.json.partial"
     partial.mkdir(parents=True)
     (partial / "manifest.json").write_text(left)
     for name in ("out", "expected"):

@@ -170,12 +170,32 @@ def test_padding_of_short_sequences(implementation: str, device: torch.device) -
 def test_other_masks_are_refused() -> None:
     model, ids = make("Llama", torch.device("cpu")), tokens(torch.device("cpu"))
     patch_attention(model, **SPARSE)
-    with pytest.raises(ValueError, match="attention_mask must let each query see one run of tokens up to its own"):
+    with pytest.raises(ValueError, match="attention_mask must let each token see the tokens up to its own"):
         logits(model, ids, position_ids=torch.arange(10).repeat(2)[None].expand(2, -1), use_cache=False)
-    hole = torch.ones_like(ids)
-    hole[:, 7] = 0
+    prefix = torch.ones(2, 1, 20, 20, dtype=torch.bool).tril()
+    prefix[:, :, :5, :5] = True
     with pytest.raises(ValueError, match="attention_mask must let"):
-        logits(model, ids, attention_mask=hole)
+        logits(model, ids, attention_mask=prefix)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_padding_may_stand_among_the_tokens(implementation: str, device: torch.device) -> None:
+    """As the model without it: after a cut in a prompt, or behind a padded prompt in a cache."""
+    model, ids = make("Llama", device), tokens(device)
+    model.set_attn_implementation(implementation)
+    patch_attention(model, **SPARSE)
+    mask = torch.ones_like(ids)
+    mask[0, 7:9], mask[1, 16:18] = 0, 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    whole = logits(model, ids, attention_mask=mask, position_ids=places)
+    for b in range(2):
+        close(whole[b][mask[b] == 1], logits(model, ids[b : b + 1, mask[b] == 1])[0])
+    with torch.no_grad():
+        first = model(ids[:, :18], attention_mask=mask[:, :18], position_ids=places[:, :18], use_cache=True)
+        then = model(
+            ids[:, 18:], attention_mask=mask, position_ids=places[:, 18:], past_key_values=first.past_key_values
+        )
+    close(then.logits, whole[:, 18:])
 
 
 def test_the_indexer_learns(device: torch.device) -> None:

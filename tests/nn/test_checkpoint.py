@@ -375,7 +375,7 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
         ({"architecture": "gated"}, r"must hold b_gate \[64\] by cfg.json, got nothing"),
         ({"normalize_activations": "layer_norm"}, "normalize_activations = 'layer_norm'"),
         ({"k": 0}, "must have k, an int of at least 1, got 0"),
-        ({"d_sae": 65}, r"must hold W_enc \[12, 65\] by cfg.json, got \[12, 64\]"),
+        ({"d_sae": 65}, r"must hold W_dec \[65, 12\] by cfg.json, got \[64, 12\]"),
         ({"architecture": "jumprelu"}, r"must hold threshold \[64\] by cfg.json, got nothing"),
     ):
         (tmp_path / "cfg.json").write_text(json.dumps(config | change))
@@ -400,7 +400,7 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
         nn.load_sae(folder)
     save_file({}, folder / "sae.safetensors")
     (folder / "cfg.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="must hold W_enc"):
+    with pytest.raises(ValueError, match="must hold W_dec"):
         nn.load_sae(folder)
 
 

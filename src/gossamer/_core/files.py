@@ -1,5 +1,6 @@
 """Files that are whole or not there."""
 
+import hashlib
 import os
 import re
 import shutil
@@ -25,13 +26,19 @@ def make_folder(operator: str, argument: str, folder: Path) -> None:
         ) from error
 
 
-def write_whole(operator: str, file: Path, partial: Path, write: Callable[[Path], Any]) -> None:
-    """Has `write` fill a file in a folder of its own, `partial`, and moves it to its place once the disk has it: even a
-    power cut leaves the old file or the new one. In a folder, because `write` may begin with a file of another name
-    beside the one that it is asked for, as safetensors does.
+def partial_of(file: Path) -> Path:
+    """The folder in which a file is written."""
+    return file.with_name(f".{file.name}.partial")
+
+
+def write_whole(operator: str, file: Path, write: Callable[[Path], Any], partial: Path | None = None) -> None:
+    """Has `write` fill a file in a folder of its own, and moves it to its place once the disk has it: even a power cut
+    leaves the old file or the new one. In a folder, because `write` may begin with a file of another name beside the
+    one that it is asked for, as safetensors does. `partial` is another folder for it than the usual one.
 
     Raises OSError that names the file, with the errno of the system.
     """
+    partial = partial_of(file) if partial is None else partial
     inside = partial / file.name
     try:
         partial.mkdir(exist_ok=True)
@@ -49,8 +56,16 @@ def write_whole(operator: str, file: Path, partial: Path, write: Callable[[Path]
 
 def write_text(operator: str, file: Path, text: str) -> None:
     """Writes text by `write_whole`."""
-    partial = file.with_name(f".{file.name}.partial")
-    write_whole(operator, file, partial, lambda path: path.write_text(text, encoding="utf-8"))
+    write_whole(operator, file, lambda path: path.write_text(text, encoding="utf-8"))
+
+
+def digest(file: Path) -> str:
+    """SHA-256 of a file, as `sha256sum` has it."""
+    found = hashlib.sha256()
+    with file.open("rb") as opened:
+        while piece := opened.read(1 << 20):
+            found.update(piece)
+    return found.hexdigest()
 
 
 def remove(path: Path) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand, TyperGroup
 
 
@@ -28,7 +30,8 @@ class _Polite:
         except KeyboardInterrupt as interrupt:
             # The exception's text names the files that the command leaves behind.
             name = ctx.find_root().command.name
-            typer.echo("; ".join([f"{name}: interrupted", *filter(None, interrupt.args)]), err=True)
+            ways = (*interrupt.args, ctx.obj and ctx.obj())
+            typer.echo("; ".join([f"{name}: interrupted", *filter(None, ways)]), err=True)
             raise typer.Exit(130) from None
 
 
@@ -60,6 +63,53 @@ class Command(_Polite, TyperCommand):
             signal.signal(signal.SIGTERM, before)
 
 
+class Failed(Exception):
+    """A fault that a command has found, and was asked for: its exit code is 1."""
+
+
+class _Reporting(Command):
+    """A command of a group: errors that a user can mend end it in one line that begins with its name. A command that
+    goes on, when it is called again, has a function as `ctx.obj` that says so."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            extra = _EXTRAS.get(str(error.name))
+            way = f"'.[{extra}]' in a clone of the repository" if extra else error.name
+            raise _misused(ctx, f"{error.name} is missing: run pip install {way}.") from error
+        except (ValueError, TypeError, FileNotFoundError) as error:
+            raise _misused(ctx, str(error)) from error
+        except (Failed, FloatingPointError, OverflowError, OSError, RuntimeError) as error:
+            # Of the errors at run time only those of ranks are made for a user to read.
+            if isinstance(error, RuntimeError) and not str(error).startswith(("extract: rank", "train: rank")):
+                raise
+            console = Console(stderr=True, soft_wrap=True)
+            console.print(_named(ctx, _said(error)), style="bold red", markup=False)
+            if isinstance(error, OSError) and ctx.obj is not None:
+                console.print(ctx.obj(), markup=False)
+            raise typer.Exit(1) from None
+
+
+_EXTRAS = {"datasets": "train", "tokenizers": "train", "transformers": "transformers"}
+
+
+def _misused(ctx: Any, message: str) -> typer.BadParameter:
+    return typer.BadParameter(_named(ctx, message), ctx)
+
+
+def _named(ctx: Any, message: str) -> str:
+    """A message with the command's name in place of that of the function that it comes from."""
+    message = re.sub(r"^(gossamer( \w+)+|extract|train(\.\w+)?|Extraction): ", "", message)
+    return f"gossamer {ctx.parent.info_name} {ctx.info_name}: {message}"
+
+
+def _said(error: Exception) -> str:
+    """The system's reason, and the file that it concerns."""
+    reason, file = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None)
+    return f"{reason}: {file}" if file and str(file) not in reason else reason
+
+
 class Commands(typer.Typer):
     """A group of commands of the command line."""
 
@@ -67,7 +117,7 @@ class Commands(typer.Typer):
         super().__init__(no_args_is_help=True, add_completion=False, help=help)
 
     def command(self, *args: Any, **kwargs: Any) -> Any:
-        return super().command(*args, cls=Command, **kwargs)
+        return super().command(*args, cls=_Reporting, **kwargs)
 
 
 def application(function: Callable[..., Any], name: str) -> typer.Typer:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from torch import distributed
 import gossamer
 
 DEVICE_HELP = "auto (the GPU if there is one; by torchrun, each its own), cpu, cuda, or without torchrun cuda:N."
+DTYPE_HELP = "float32 or bfloat16; auto: bfloat16 on a GPU. Weights stay float32."
 _PACKAGES = ("torch", "triton", "numpy", "safetensors", "sae-lens", "transformers", "liger-kernel", "blksprs")
 
 
@@ -100,3 +103,25 @@ def resolve_device(name: str, command: str) -> torch.device:
         rule = f"--device must be auto or a device of this machine ({', '.join(found)})"
         raise ValueError(f"{command}: {rule}, got {name!r}.")
     return found[name]
+
+
+def resolve_dtype(name: str, device: torch.device) -> str:
+    """The name of the dtype that `--dtype` of a command says."""
+    return name if name != "auto" else "bfloat16" if device.type == "cuda" else "float32"
+
+
+@contextmanager
+def ranks(device: torch.device | None = None) -> Iterator[int]:
+    """The processes that torchrun started, as those of `torch.distributed`; gives the number of this one. By NCCL where
+    they compute together on GPUs, and by gloo where they only talk, or a device is not given."""
+    if not distributed.is_torchelastic_launched():
+        yield 0
+        return
+    gpu = device is not None and device.type == "cuda"
+    if gpu:
+        torch.cuda.set_device(device)
+    distributed.init_process_group("nccl" if gpu else "gloo")
+    try:
+        yield distributed.get_rank()
+    finally:
+        distributed.destroy_process_group()

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import re
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +16,9 @@ from torch import distributed
 
 from gossamer import extract as extraction
 from gossamer import nn
-from gossamer._core.files import make_folder, write_text, write_whole
-from gossamer.cli.application import Commands
-from gossamer.cli.environment import DEVICE_HELP, resolve_device
+from gossamer._core.files import make_folder, write_text
+from gossamer.cli.application import Commands, Failed
+from gossamer.cli.environment import DEVICE_HELP, DTYPE_HELP, ranks, resolve_device, resolve_dtype
 from gossamer.cli.page import visible
 from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
@@ -43,6 +39,7 @@ _KEY = typer.Option(None, help="The tensor of each .safetensors file, where it h
 
 @sae.command()
 def extract(
+    ctx: typer.Context,
     autoencoder: Path = typer.Argument(
         metavar="SAE", help="Folder of the autoencoder, as nn.save_sae, SAELens or sparsify writes it."
     ),
@@ -66,17 +63,16 @@ def extract(
 
     On several GPUs: torchrun --nproc-per-node 8 --no-python gossamer sae extract ...
     """
-    by_torchrun = distributed.is_torchelastic_launched()
-    console = Console(quiet=by_torchrun and os.environ["RANK"] != "0")
-    bar = _bar(console)
     done = step = 0
-    with _told("extract", lambda: f"stopped at row {done}; the same command goes on from the last whole file", out):
-        where = str(resolve_device(device, "gossamer sae extract"))
-        sae_model = _load(autoencoder, where)
-        rows = _rows("extract", source, model, hook, key, where, context_size, contexts)
-        if by_torchrun:
+    ctx.obj = lambda: f"stopped at row {done}; the same command goes on from the last whole file"
+    where = str(resolve_device(device, "gossamer sae extract"))
+    sae_model = _load(autoencoder, where)
+    rows = _rows(source, model, hook, key, where, context_size, contexts)
+    with ranks() as rank:
+        console = Console(quiet=rank != 0)
+        if distributed.is_initialized():
             console.print("Stopped at any moment, the same command goes on from the last whole file.")
-        with _ranks(by_torchrun), bar:
+        with _bar(console) as bar:
             task = bar.add_task("rows", total=None, visible=False)
 
             def progress(finished: int, total: int | None) -> None:
@@ -96,6 +92,7 @@ def extract(
 
 @sae.command()
 def train(
+    ctx: typer.Context,
     source: list[Path] = _SOURCE,
     out: Path = typer.Option(..., help="Folder of the run. The same command again goes on where it was stopped."),
     kind: str = typer.Option(
@@ -114,7 +111,7 @@ def train(
     context_size: int = _CONTEXT_SIZE,
     contexts: int = _CONTEXTS,
     key: str | None = _KEY,
-    dtype: str = typer.Option("auto", help="float32 or bfloat16; auto: bfloat16 on a GPU. Weights stay float32."),
+    dtype: str = typer.Option("auto", help=DTYPE_HELP),
     seed: int = typer.Option(0, min=0, help="Of weights and of the order of rows."),
     device: str = _DEVICE,
     checkpoint_every: int = typer.Option(5000, min=1, help="Steps between checkpoints."),
@@ -139,31 +136,26 @@ def train(
     from gossamer.cli.train import log_writers, set_fields, steps_bar
     from gossamer.train import SAEConfig, SAERun
 
-    by_torchrun = distributed.is_torchelastic_launched()
-    first = not by_torchrun or os.environ["RANK"] == "0"
-    console = Console(quiet=not first)
-
     def page() -> None:
-        write_text("gossamer sae train", out / "report.html", render(out.resolve().name, read(out)))
+        write_text("train", out / "report.html", render(out.resolve().name, read(out)))
 
-    way = "the same command goes on at the last checkpoint"
-    with _told("train", lambda: way), _ranks(by_torchrun), steps_bar(console) as bar:
-        where = str(resolve_device(device, "gossamer sae train"))
+    ctx.obj = lambda: "the same command goes on at the last checkpoint"
+    with ranks() as rank, steps_bar(Console(quiet=rank != 0)) as bar:
+        where = resolve_device(device, "gossamer sae train")
         values = {name: [*value] if isinstance(value, tuple) else [value] for name, value in set_fields(sweep).items()}
         config = SAEConfig(
             kind=kind, d_sae=d_sae, l0=l0, lr=lr, seed=seed, options=set_fields(set_), sweep=values, steps=steps,
-            batch=batch_size, buffer=buffer or 64 * batch_size,
-            dtype=dtype if dtype != "auto" else "bfloat16" if where.startswith("cuda") else "float32",
+            batch=batch_size, buffer=buffer or 64 * batch_size, dtype=resolve_dtype(dtype, where),
         )  # fmt: skip
-        rows = _rows("train", source, model, hook, key, where, context_size, contexts)
+        rows = _rows(source, model, hook, key, str(where), context_size, contexts)
         whole = SAERun(
             config, rows, out, key=key, device=where, checkpoint_every=checkpoint_every, log_every=log_every, keep=keep
         )
-        if by_torchrun:
-            console.print(f"Stopped at any moment, {way}.")
+        if distributed.is_initialized():
+            bar.console.print(f"Stopped at any moment, {ctx.obj()}.")
         task = bar.add_task("steps", completed=whole.step, total=whole.config.steps, state="")
         count = len(whole.config.names)
-        writers = log_writers("gossamer sae train", log, out) if first else []
+        writers = log_writers(log, out) if rank == 0 else []
 
         def show(record: dict[str, float]) -> None:
             state = "  ".join(
@@ -177,8 +169,9 @@ def train(
                 page()
 
         whole.train(show)
-        if first:
+        if rank == 0:
             page()
+    console = bar.console
     for found in whole.results:
         recovered = f", loss recovered {found['loss recovered']:.1%}" if "loss recovered" in found else ""
         console.print(
@@ -198,14 +191,13 @@ def show(
     rows: int = typer.Option(10, min=1, help="How many lines of the table at most."),
 ) -> None:
     """Show how often, how strongly and where latents fire. It verifies the statistics; `check` verifies the shards."""
-    with _told("show"):
-        found = Extraction(folder)
-        if feature is None:
-            _show_all(Console(), found, rows)
-        elif feature < found.d_sae:
-            _show_one(Console(), found, feature, rows)
-        else:
-            raise ValueError(f"gossamer sae show: --feature must be below d_sae = {found.d_sae}, got {feature}.")
+    found = Extraction(folder)
+    if feature is None:
+        _show_all(Console(), found, rows)
+    elif feature < found.d_sae:
+        _show_one(Console(), found, feature, rows)
+    else:
+        raise ValueError(f"--feature must be below d_sae = {found.d_sae}, got {feature}.")
     _say_what_was_verified(found)
 
 
@@ -225,14 +217,11 @@ def report(
     """
     from gossamer.cli._sae_report import choose, render
 
-    with _told("report"):
-        found, out = Extraction(folder), out or folder
-        chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
-        make_folder("gossamer sae report", "--out", out)
-        content, file = render(found, chosen), out / "index.html"
-        write_whole(
-            "gossamer sae report", file, out / "index.html.partial", lambda path: path.write_text(content, "utf-8")
-        )
+    found, out = Extraction(folder), out or folder
+    chosen = choose(found) if features is None else {"The latents asked for": _latents(features, found.d_sae)}
+    make_folder("gossamer sae report", "--out", out)
+    file = out / "index.html"
+    write_text("gossamer sae report", file, render(found, chosen))
     Console().print(f"{sum(map(len, chosen.values()))} latents in {file}", markup=False, soft_wrap=True)
     _say_what_was_verified(found)
 
@@ -240,17 +229,15 @@ def report(
 @sae.command()
 def check(folder: Path = typer.Argument(help="The folder of an extraction, finished or not.")) -> None:
     """Verify by checksums that no file has changed since it was written."""
-    with _told("check"):
-        try:
-            with _bar(Console()) as bar:
-                task = bar.add_task("rows", total=None, visible=False)
-                found = Extraction.check(
-                    folder, lambda done, rows: bar.update(task, completed=done, total=rows, visible=True)
-                )
-        except ValueError as error:
-            # The question is right, and the files are not.
-            _complain("check", error)
-            raise typer.Exit(1) from None
+    try:
+        with _bar(Console()) as bar:
+            task = bar.add_task("rows", total=None, visible=False)
+            found = Extraction.check(
+                folder, lambda done, rows: bar.update(task, completed=done, total=rows, visible=True)
+            )
+    except ValueError as error:
+        # The question is right, and the files are not.
+        raise Failed(error) from error
     Console().print(repr(found), markup=False, soft_wrap=True)
     said = f"{len(found)} shards, their statistics and the manifest are as they were written."
     Console().print(said, markup=False, soft_wrap=True)
@@ -272,44 +259,11 @@ def _bar(console: Console) -> Progress:
     )
 
 
-@contextmanager
-def _told(command: str, way: Callable[[], str] = str, out: Path | None = None) -> Iterator[None]:
-    """Errors about files on the disk, without a traceback, and in the name of the command. `way` says how it goes on
-    after it is stopped, and `out` is a folder in which whole files stay."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(way()) from None
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        raise typer.BadParameter(f"gossamer sae {command}: {_bare(str(error))}") from error
-    except (FloatingPointError, OSError, RuntimeError) as error:
-        if isinstance(error, RuntimeError) and not str(error).startswith(("extract: rank", "train: rank")):
-            raise
-        _complain(command, error)
-        if out is not None and (out / "manifest.json").exists():
-            kept = f"Whole files in {out} are kept; the same command goes on from there."
-            Console(stderr=True).print(kept, markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
-
-
-def _complain(command: str, error: Exception) -> None:
-    """Prints the system's reason, and the file that it concerns."""
-    reason, file = getattr(error, "strerror", None) or str(error), getattr(error, "filename", None)
-    said = _bare(f"{reason}: {file}" if file and str(file) not in reason else reason)
-    Console(stderr=True, soft_wrap=True).print(f"gossamer sae {command}: {said}", style="bold red", markup=False)
-
-
-def _bare(message: str) -> str:
-    """Without the name of the function that it comes from."""
-    return re.sub(r"^(gossamer sae \w+|extract|train|train.SAEConfig|Extraction): ", "", message)
-
-
 def _latents(features: str, d_sae: int) -> list[int]:
     names = [name.strip() for name in features.split(",")]
     if not all(name.isdecimal() and int(name) < d_sae for name in names):
         raise ValueError(
-            f"gossamer sae report: --features must be whole numbers below d_sae = {d_sae} with commas between them, "
-            f"got {features!r}."
+            f"--features must be whole numbers below d_sae = {d_sae} with commas between them, got {features!r}."
         )
     return list(dict.fromkeys(map(int, names)))
 
@@ -389,59 +343,41 @@ def _load(folder: Path, device: str) -> Any:
             try:
                 loaded = kind.load_from_disk(folder, device=device).eval()
             except RuntimeError as unfit:
-                raise ValueError(f"gossamer sae extract: SAELens cannot load {folder}: {unfit}") from unfit
+                raise ValueError(f"SAELens cannot load {folder}: {unfit}") from unfit
             if getattr(loaded, "hook_z_reshaping_mode", False):
                 # Files hold rows, and not heads of them.
                 loaded.turn_off_forward_pass_hook_z_reshaping()
             return loaded
         raise ValueError(
-            f"gossamer sae extract: {folder / 'cfg.json'} has architecture = {architecture!r}, which neither "
+            f"{folder / 'cfg.json'} has architecture = {architecture!r}, which neither "
             "gossamer.nn nor the installed SAELens has. SAELens has "
             f"{', '.join(SAE_CLASS_REGISTRY | SAE_TRAINING_CLASS_REGISTRY)}."
         ) from error
 
 
-@contextmanager
-def _ranks(by_torchrun: bool) -> Iterator[None]:
-    """The processes that torchrun started, as those of `torch.distributed`. They only talk: gloo does on any device."""
-    if by_torchrun:
-        distributed.init_process_group("gloo")
-    try:
-        yield
-    finally:
-        if by_torchrun:
-            distributed.destroy_process_group()
-
-
 def _rows(
-    command: str, source: list[Path], model: str | None, hook: str | None, key: str | None, device: str,
-    context_size: int, contexts: int,
+    source: list[Path], model: str | None, hook: str | None, key: str | None, device: str, context_size: int,
+    contexts: int,
 ) -> Any:  # fmt: skip
     """Files of activations, or those of a model that reads text."""
-    command = f"gossamer sae {command}"
     if (model is None) != (hook is None):
         raise ValueError(
-            f"{command}: --model and --hook belong together: which model reads the text, and at which of its modules. "
-            "Without both, SOURCE is activations."
+            "--model and --hook belong together: which model reads the text, and at which of its modules. Without "
+            "both, SOURCE is activations."
         )
     if model is None or hook is None:
         return list(source)
     if key is not None:
-        raise ValueError(f"{command}: --key names a tensor of activations; with --model there is none.")
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-    except ImportError:
-        raise ValueError(
-            f"{command}: --model needs the extra \"transformers\": run pip install '.[transformers]' in a clone of the "
-            "repository."
-        ) from None
+        raise ValueError("--key names a tensor of activations; with --model there is none.")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
     from gossamer.integrations.transformers import Activations
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(model)
         network: Any = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
     except (OSError, ValueError, SafetensorError) as error:
-        raise ValueError(f"{command}: --model: transformers cannot load {model!r}: {error}") from error
+        raise ValueError(f"--model: transformers cannot load {model!r}: {error}") from error
     return Activations(
         network.to(device).eval(), tokenizer, list(source), hook, context_size=context_size, batch_size=contexts
     )

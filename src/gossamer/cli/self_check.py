@@ -163,50 +163,30 @@ def _ffn(randn: Randn) -> Iterator[Check]:
 
 
 def _attention(randn: Randn) -> Iterator[Check]:
-    B, H, T, D, k = 1, 2, 80, 16, 12
-    q_idx, k_idx, w, bias = randn(B, H, T, D), randn(B, T, D), randn(B, T, H), randn(H)
-    products = torch.einsum("bhtd,bsd->bhts", q_idx.double(), k_idx.double()) / D**0.5
-    gates = (products + bias.double()[:, None, None]).sigmoid()
-    seen = torch.ones(T, T, dtype=torch.bool, device=w.device).tril()
-    scores = torch.einsum("bth,bhts->bts", w.double().sigmoid(), gates)
-
-    def indexed() -> Tensor:
-        return attention.indexer_scores(q_idx, k_idx, w, bias, causal=True).masked_fill(~seen, 0)
-
-    yield Check("attention.indexer_scores", "", indexed, scores.masked_fill(~seen, 0))
-
-    def taken() -> Tensor:
-        mask = attention.select_topk(q_idx, k_idx, w, bias, k=k, causal=True).to_mask()[:, 0]
-        # Rounding may decide which key is the last; it does not change the sum of the scores.
-        return (mask * scores).sum(-1)
-
-    best = scores.masked_fill(~seen, 0).sort(dim=-1, descending=True).values[..., :k].sum(-1)
-    yield Check("attention.select_topk", "", taken, best, 1e-3)
-    yield _many_keys(randn)
-    q, key, v = randn(B, H, T, D), randn(B, H, T, D), randn(B, H, T, D)
-    near = seen & ~seen.tril(-k)
-    selection = attention.Selection.from_mask(near[None])
+    H, D, k = 2, 64, 12
+    # Out of so many keys Hopper has a kernel of its own.
+    for dtype, variant, queries, keys in (
+        (torch.float32, "", 80, 80),
+        (torch.bfloat16, "bfloat16, many keys", 64, 8192),
+    ):
+        shapes = (1, H, queries, D), (1, keys, D), (1, queries, H), (H,)
+        index = [randn(*shape).to(dtype) for shape in shapes]
+        q, key, w, bias = (operand.double() for operand in index)
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=w.device).tril(keys - queries)
+        gates = (torch.einsum("bhtd,bsd->bhts", q, key) / D**0.5 + bias[:, None, None]).sigmoid()
+        scores = torch.einsum("bth,bhts->bts", w.sigmoid(), gates).masked_fill(~seen, 0)
+        if dtype is torch.float32:
+            yield Check("attention.indexer_scores", variant, partial(_scored, seen, *index), scores)
+        selected = partial(_sum_of_selected, scores, *index, k=k, causal=True)
+        yield Check("attention.select_topk", variant, selected, scores.topk(k).values.sum(-1), 1e-3)
+    T, D = 80, 16
+    q, key, v = (randn(1, H, T, D) for _ in range(3))
+    near = torch.ones(T, T, dtype=torch.bool, device=v.device).tril().triu(1 - k)
     want = _attend(q, key, v, near)
-    yield Check(
-        "attention.sparse_attention", "", partial(attention.sparse_attention, q, key, v, selection, causal=True), want
-    )
-    last = attention.Selection.from_mask(near[None, -1:])
-    decode = partial(attention.sparse_attention, q[:, :, -1:], key, v, last, causal=True)
-    yield Check("attention.sparse_attention", "few queries", decode, want[:, :, -1:])
-
-
-def _many_keys(randn: Randn) -> Check:
-    """A selection out of so many keys that Hopper has a kernel of its own."""
-    queries, keys, heads, d, k = 64, 8192, 2, 64, 12
-    shapes = (1, heads, queries, d), (1, keys, d), (1, queries, heads)
-    q, key, w = (randn(*shape).to(torch.bfloat16) for shape in shapes)
-    gates = (torch.einsum("bhtd,bsd->bhts", q.double(), key.double()) / d**0.5).sigmoid()
-    scores = torch.einsum("bth,bhts->bts", w.double().sigmoid(), gates).tril(keys - queries)
-
-    def taken() -> Tensor:
-        return (attention.select_topk(q, key, w, None, k, causal=True).to_mask()[:, 0] * scores).sum(-1)
-
-    return Check("attention.select_topk", "bfloat16, many keys", taken, scores.topk(k).values.sum(-1), 1e-3)
+    for variant, first in (("", 0), ("few queries", T - 1)):
+        given = q[:, :, first:], key, v, attention.Selection.from_mask(near[None, first:])
+        attend = partial(attention.sparse_attention, *given, causal=True)
+        yield Check("attention.sparse_attention", variant, attend, want[:, :, first:])
 
 
 def _blocksparse(randn: Randn) -> Iterator[Check]:
@@ -238,6 +218,15 @@ def _blocksparse(randn: Randn) -> Iterator[Check]:
         attend = partial(blocksparse.attention, q, k, v, blocksparse.Layout.from_mask(mask, block))
         variant = "" if dtype == torch.float32 else "bfloat16"
         yield Check("blocksparse.attention", variant, attend, _attend(q, k, v, visible), BUDGETS[dtype])
+
+
+def _scored(seen: Tensor, *index: Tensor) -> Tensor:
+    return attention.indexer_scores(*index, causal=True).masked_fill(~seen, 0)
+
+
+def _sum_of_selected(scores: Tensor, *index: Any, **options: Any) -> Tensor:
+    """Rounding may decide which key is the last; it does not change the sum of the scores."""
+    return (attention.select_topk(*index, **options).to_mask()[:, 0] * scores).sum(-1)
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:

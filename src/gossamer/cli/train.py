@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -19,7 +18,7 @@ from gossamer import train as training
 from gossamer._core.files import make_folder
 from gossamer.cli.application import Commands
 from gossamer.cli.energy import energy_counter
-from gossamer.cli.environment import DEVICE_HELP, describe, resolve_device
+from gossamer.cli.environment import DEVICE_HELP, DTYPE_HELP, describe, ranks, resolve_device, resolve_dtype
 
 train = Commands("Train transformers whose feed-forward blocks become sparse.")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -44,23 +43,23 @@ def pack(
     Of a data set, with the paper's tokenizer: gossamer train pack --dataset HuggingFaceFW/fineweb-edu --tokenizer
     tokenizer.json --out corpus
     """
-    with _told("pack"):
-        if bool(text) == bool(dataset):
-            raise ValueError("gossamer train pack: give either TEXT or --dataset, and not both.")
-        make_folder("gossamer train pack", "--out", out)
+    if bool(text) == bool(dataset):
+        raise ValueError("give either TEXT or --dataset, and not both.")
+    make_folder("gossamer train pack", "--out", out)
 
-        def read() -> Iterable[str]:
-            return training.read_dataset(dataset) if dataset else training.read_text(text)
+    def read() -> Iterable[str]:
+        return training.read_dataset(dataset) if dataset else training.read_text(text)
 
-        console = Console(stderr=True)
-        with console.status("learning a tokenizer") as status:
-            known = _tokenizer(tokenizer) if tokenizer else training.learn_tokenizer(read(), vocabulary)
-            training.pack(read(), known, out, progress=lambda tokens: status.update(f"{tokens:,} tokens packed"))
-        console.print(f"{training.Corpus(out).tokens:,} tokens for training, in {out}", markup=False)
+    console = Console(stderr=True)
+    with console.status("learning a tokenizer") as status:
+        known = _tokenizer(tokenizer) if tokenizer else training.learn_tokenizer(read(), vocabulary)
+        training.pack(read(), known, out, progress=lambda tokens: status.update(f"{tokens:,} tokens packed"))
+    console.print(f"{training.Corpus(out).tokens:,} tokens for training, in {out}", markup=False)
 
 
 @train.command()
 def run(
+    ctx: typer.Context,
     corpus: Path = typer.Argument(help="The folder that `gossamer train pack` wrote."),
     out: Path = typer.Option(..., help="Folder of the run. The same command again goes on where it was stopped."),
     preset: str = typer.Option("tiny", help=f"Sizes: {', '.join(training.PRESETS)}; 0.5b to 2b are the paper's."),
@@ -80,7 +79,7 @@ def run(
     micro_batch: int | None = typer.Option(None, min=1, help="Sequences that a GPU computes at once: lower it first."),
     lr: float | None = typer.Option(None, help="Highest learning rate."),
     seed: int = typer.Option(0, min=0, help="Of weights and of the order of the text."),
-    dtype: str = typer.Option("auto", help="float32 or bfloat16; auto: bfloat16 on a GPU. Weights stay float32."),
+    dtype: str = typer.Option("auto", help=DTYPE_HELP),
     compile: bool | None = typer.Option(None, help="Compile each layer: slower to begin, faster then."),
     recompute: bool | None = typer.Option(
         None, help="Compute layers again in the backward pass, to save memory; the paper's presets do."
@@ -105,15 +104,13 @@ def run(
     was never killed. L1 costs a little loss and leaves few neurons active (L0); too much of it kills neurons, which
     --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
     """
-    with _told("run"), _ranks(device) as (rank, chosen):
-        dtype = dtype if dtype != "auto" else "bfloat16" if chosen.type == "cuda" else "float32"
+    ctx.obj = lambda: "the same command goes on at the last checkpoint"
+    chosen = resolve_device(device, "gossamer train run")
+    with ranks(chosen) as rank:
         tokens = training.Corpus(corpus)
-        given: dict[str, Any] = {
-            "vocabulary": tokens.vocabulary, "activation": activation, "gated": gated, "method": method, "l1": l1,
-            "l1_warmup": l1_warmup, "l1_ramp": l1_ramp, "reinitialize": reinitialize, "seed": seed, "dtype": dtype,
-            "steps": steps, "batch": batch, "micro_batch": micro_batch, "lr": lr, "compile": compile,
-            "recompute": recompute,
-        }  # fmt: skip
+        # Options have the names of the configuration's fields.
+        given = {field.name: ctx.params.get(field.name) for field in fields(training.Config)}
+        given |= {"vocabulary": tokens.vocabulary, "dtype": resolve_dtype(dtype, chosen)}
         given = {name: value for name, value in given.items() if value is not None}
         config = training.preset(preset, **given | set_fields(set_))
         console, joules = Console(quiet=rank != 0), energy_counter(chosen)
@@ -123,14 +120,14 @@ def run(
         )  # fmt: skip
         console.print(_introduced(config, tokens, whole.step), markup=False)
         if distributed.is_torchelastic_launched():
-            console.print("Stopped at any moment, the same command goes on at the last checkpoint.")
+            console.print(f"Stopped at any moment, {ctx.obj()}.")
         begun, first = joules() if joules else 0, whole.step
 
         def page(record: dict[str, float]) -> None:
             if record["step"] % checkpoint_every == 0:
                 _report([out], out / "report.html")
 
-        writers = [*log_writers("gossamer train run", log, out), page] if rank == 0 else []
+        writers = [*log_writers(log, out), page] if rank == 0 else []
         with steps_bar(console) as bar:
             whole.train(_shower(bar, config, whole.step, writers))
         if rank == 0:
@@ -153,9 +150,8 @@ def report(
     out: Path = typer.Option(Path("report.html"), help="The page."),
 ) -> None:
     """Compare runs: loss, active and dead neurons by step and layer, speed, memory and energy, on one HTML page."""
-    with _told("report"):
-        _report(runs, out)
-        Console().print(f"{out}", markup=False)
+    _report(runs, out)
+    Console().print(f"{out}", markup=False)
 
 
 def _report(runs: list[Path], out: Path) -> None:
@@ -170,7 +166,7 @@ def _tokenizer(file: Path) -> Any:
     try:
         return Tokenizer.from_file(str(file))
     except Exception as error:  # of tokenizers, which has no type of its own for it
-        raise ValueError(f"gossamer train pack: --tokenizer must be a tokenizer.json, got {file}: {error}.") from error
+        raise ValueError(f"--tokenizer must be a tokenizer.json, got {file}: {error}.") from error
 
 
 def set_fields(given: list[str]) -> dict[str, Any]:
@@ -221,7 +217,7 @@ def _shower(bar: Progress, config: training.Config, step: int, writers: list[Any
     return show
 
 
-def log_writers(command: str, log: str | None, out: Path) -> list[Callable[[dict[str, float]], Any]]:
+def log_writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], Any]]:
     """Functions that take each record, for tensorboard or wandb."""
     if log is None:
         return []
@@ -240,38 +236,4 @@ def log_writers(command: str, log: str | None, out: Path) -> list[Callable[[dict
                 writer.add_scalar(name, value, int(record["step"]))
 
         return [write]
-    raise ValueError(f"{command}: --log must be tensorboard or wandb, got {log!r}.")
-
-
-@contextmanager
-def _ranks(device: str) -> Iterator[tuple[int, torch.device]]:
-    """The processes that torchrun started; (rank, its device)."""
-    where = resolve_device(device, "gossamer train run")
-    if not distributed.is_torchelastic_launched():
-        yield 0, where
-        return
-    gpu = where.type == "cuda"
-    if gpu:
-        torch.cuda.set_device(where)
-    distributed.init_process_group("nccl" if gpu else "gloo")
-    try:
-        yield distributed.get_rank(), where
-    finally:
-        distributed.destroy_process_group()
-
-
-@contextmanager
-def _told(command: str) -> Iterator[None]:
-    """Turns errors that a user can mend into one line."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("the same command goes on at the last checkpoint" if command == "run" else "") from None
-    except ModuleNotFoundError as error:
-        extra = "run pip install '.[train]' in a clone of the repository"
-        raise typer.BadParameter(f"gossamer train {command}: {error.name} is missing: {extra}.") from error
-    except (ValueError, TypeError, FileNotFoundError) as error:
-        raise typer.BadParameter(str(error)) from error
-    except (FloatingPointError, OverflowError, OSError) as error:
-        Console(stderr=True).print(f"gossamer train {command}: {error}", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from None
+    raise ValueError(f"--log must be tensorboard or wandb, got {log!r}.")

@@ -21,7 +21,8 @@ from gossamer.extract.text import Text
 MANIFEST, VOCABULARY = "manifest.json", "vocabulary.json"
 VERSION = 1
 WAY_OUT = "Put a whole copy back, or extract to another folder."
-_OURS = re.compile(r"((shard|statistics)-\d{6}\.safetensors|vocabulary\.json)(\.partial)?|manifest\.json\.partial")
+_WHOLE = r"(shard|statistics)-\d{6}\.safetensors|vocabulary\.json"
+_OURS = re.compile(rf"{_WHOLE}|\.?({_WHOLE}|manifest\.json)\.partial")
 # Checksums are computed without Python's lock. More threads than this wait for the disk.
 _THREADS = 4
 _HELD = (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES, errno.EDEADLK)
@@ -49,7 +50,7 @@ def begin(operator: str, folder: Path, settings: dict[str, Any], text: Text | No
     manifest = read_manifest(operator, folder)
     if manifest is None:
         # A run that was killed as it began leaves a manifest that is not in its place yet, and nothing else.
-        files.remove(_partial(folder / MANIFEST))
+        files.remove(files.partial_of(folder / MANIFEST))
         if strangers := sorted(file.name for file in folder.iterdir() if _OURS.fullmatch(file.name)):
             raise ValueError(
                 f"{operator}: {folder} holds {strangers[0]}, but no {MANIFEST} that says whose it is. Name another "
@@ -125,7 +126,7 @@ def read_json(operator: str, file: Path, way_out: str = WAY_OUT) -> Any:
 def load(operator: str, file: Path, sha256: str | None) -> dict[str, Tensor]:
     """The tensors of a file with this checksum; None skips the comparison."""
     with reading(operator, file):
-        if sha256 is not None and digest(file) != sha256:
+        if sha256 is not None and files.digest(file) != sha256:
             raise Damaged(operator, file, "its checksum differs")
         return load_file(file)
 
@@ -133,15 +134,6 @@ def load(operator: str, file: Path, sha256: str | None) -> dict[str, Tensor]:
 def vocabulary_of(settings: dict[str, Any]) -> list[dict[str, Any]]:
     """The description of the vocabulary of an extraction, if it has one."""
     return [{"file": VOCABULARY, "sha256": settings["vocabulary"]}] if "vocabulary" in settings else []
-
-
-def digest(file: Path) -> str:
-    """SHA-256 of a file, as `sha256sum` has it."""
-    found = hashlib.sha256()
-    with file.open("rb") as opened:
-        while piece := opened.read(1 << 20):
-            found.update(piece)
-    return found.hexdigest()
 
 
 @contextmanager
@@ -164,7 +156,7 @@ def faults(
         file = folder / described["file"]
         if not file.is_file():
             return f"{file.name} is gone"
-        return None if digest(file) == described["sha256"] else f"{file.name} is damaged (its checksum differs)"
+        return None if files.digest(file) == described["sha256"] else f"{file.name} is damaged (its checksum differs)"
 
     found = []
     pool = ThreadPoolExecutor(_THREADS, "gossamer-verify")
@@ -190,9 +182,9 @@ def write(operator: str, file: Path, tensors: dict[str, Tensor]) -> dict[str, st
 
     def fill(path: Path) -> None:
         save_file(whole, path)
-        found["sha256"] = digest(path)
+        found["sha256"] = files.digest(path)
 
-    files.write_whole(operator, file, _partial(file), fill)
+    files.write_whole(operator, file, fill)
     return found
 
 
@@ -207,9 +199,4 @@ def _of_json(content: Any) -> str:
 
 def _write_bytes(operator: str, file: Path, content: bytes) -> None:
     if not file.is_file() or file.read_bytes() != content:
-        files.write_whole(operator, file, _partial(file), lambda path: path.write_bytes(content))
-
-
-def _partial(file: Path) -> Path:
-    """Where a file is written."""
-    return file.with_name(file.name + ".partial")
+        files.write_whole(operator, file, lambda path: path.write_bytes(content))

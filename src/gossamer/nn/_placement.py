@@ -17,6 +17,8 @@ from gossamer.sae.sharded import add_parts, check_group, copy_to_ranks, sum_over
 DIMENSION = {"W_enc": 1, "W_dec": 0, "b_enc": 0, "scaled_b_enc": 0, "log_threshold": 0}
 DIMENSION |= {"b_gate": 0, "b_mag": 0, "r_mag": 0, "firing_counts": 0, "steps_since_fired": 0}
 """Along which dimension a tensor of an autoencoder lists the latents."""
+WHOLE = {"b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering"}
+"""Tensors that every rank holds whole."""
 
 
 class Here:

@@ -1,9 +1,10 @@
 """Autoencoders on disk, in the layouts of SAELens, of EleutherAI's sparsify and of circuit-tracer, without pickle."""
 
-import hashlib
+import functools
 import json
 import os
 from collections.abc import Callable
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from gossamer._core import checks, files
 from gossamer.nn import _circuit_tracer
+from gossamer.nn._placement import DIMENSION, WHOLE
 from gossamer.nn.cross_layer import CrossLayerTranscoder
 from gossamer.nn.gated import GatedSAE
 from gossamer.nn.jumprelu import JumpReLUSAE
@@ -30,51 +32,27 @@ _NEUTRAL = {"normalize_activations": "none", "reshape_activations": "none"}
 
 Model = TopKSAE | BatchTopKSAE | JumpReLUSAE | StandardSAE | GatedSAE | Transcoder
 
-_AUX = ("aux_coefficient", "aux_k", "dead_after")
-_NESTED = ("widths", "inner_weights")
-_BATCH = ("k", "threshold_rate", "capacity", *_AUX)
-_SETTINGS: dict[type[Model], tuple[str, ...]] = {
-    MatryoshkaSAE: (*_NESTED, *_AUX),
-    MatryoshkaBatchTopKSAE: (*_NESTED, *_BATCH),
-    TopKSAE: _AUX,
-    Transcoder: ("d_out", *_AUX),
-    BatchTopKSAE: _BATCH,
-    StandardSAE: ("l1_coefficient", "dead_after"),
-    GatedSAE: ("l1_coefficient", "dead_after"),
-    JumpReLUSAE: (
-        *("bandwidth", "l0_coefficient", "capacity", "penalty", "target_l0", "tanh_scale"),
-        *("ste_to_input", "pre_act_coefficient", "dead_after", "warm_up", "initial_threshold"),
-    ),
+_ARCHITECTURES: dict[type[Model], str] = {
+    TopKSAE: "topk",
+    BatchTopKSAE: "jumprelu",
+    JumpReLUSAE: "jumprelu",
+    StandardSAE: "standard",
+    GatedSAE: "gated",
 }
-"""Settings that only training needs and that neither layout holds: they are written under this package's name. A class
-stands before those that it is derived from."""
+"""SAELens's names. A BatchTopK, when it is not trained, is a JumpReLU."""
 
-_OWN: dict[type[Model], set[str]] = {
-    TopKSAE: {"b_enc"},
-    Transcoder: {"b_enc", "W_skip"},
-    BatchTopKSAE: {"b_enc", "threshold"},
-    JumpReLUSAE: {"b_enc", "log_threshold"},
-    StandardSAE: {"b_enc"},
-    GatedSAE: {"b_gate", "b_mag", "r_mag"},
+_SETTINGS_OF_SAE_LENS = {
+    "aux_loss_coefficient": "aux_coefficient",
+    "jumprelu_bandwidth": "bandwidth",
+    "jumprelu_sparsity_loss_mode": "penalty",
+    "jumprelu_tanh_scale": "tanh_scale",
+    "jumprelu_ste_to_input": "ste_to_input",
+    "l0_coefficient": "l0_coefficient",
+    "l1_coefficient": "l1_coefficient",
+    "pre_act_loss_coefficient": "pre_act_coefficient",
+    "target_l0": "target_l0",
 }
-"""Tensors beside the two weights and b_dec."""
-
-_SETTINGS_OF_SAE_LENS: dict[type[Model], dict[str, str]] = {
-    TopKSAE: {"aux_loss_coefficient": "aux_coefficient"},
-    MatryoshkaSAE: {"aux_loss_coefficient": "aux_coefficient"},
-    StandardSAE: {"l1_coefficient": "l1_coefficient"},
-    GatedSAE: {"l1_coefficient": "l1_coefficient"},
-    JumpReLUSAE: {
-        "jumprelu_bandwidth": "bandwidth",
-        "jumprelu_sparsity_loss_mode": "penalty",
-        "jumprelu_tanh_scale": "tanh_scale",
-        "jumprelu_ste_to_input": "ste_to_input",
-        "l0_coefficient": "l0_coefficient",
-        "pre_act_loss_coefficient": "pre_act_coefficient",
-        "target_l0": "target_l0",
-    },
-}
-"""SAELens's names of the settings that its trainable SAEs have too."""
+"""SAELens's names of settings that its trainable SAEs and these modules have."""
 
 
 def save_sae(model: Model | CrossLayerTranscoder, folder: str | Path, *, layout: str = "sae_lens") -> None:
@@ -129,21 +107,21 @@ def save_sae(model: Model | CrossLayerTranscoder, folder: str | Path, *, layout:
         )
     beside = (*_STATISTICS, *_STEERING)
     tensors = {name: t.detach() for name, t in model.state_dict().items() if name not in beside}
-    if isinstance(model, JumpReLUSAE) and model.steered:
-        # The parameters behind the biases are in units of the scale.
-        tensors |= {"b_enc": model.b_enc.detach(), "b_dec": model.b_dec.detach()}
-        del tensors["scaled_b_enc"], tensors["scaled_b_dec"]
-    own = {"W_enc", "W_dec", "b_dec"} | next(names for kind, names in _OWN.items() if isinstance(model, kind))
-    if strange := sorted(tensors.keys() - own | own - tensors.keys() - {"W_skip"}):
+    if strange := sorted(tensors.keys() - DIMENSION.keys() - WHOLE):
         raise TypeError(
             f"{operator}: the layouts have no place for {', '.join(strange)} of model: it is parametrized, pruned or a "
             "subclass with tensors of its own. Remove the parametrization (remove_parametrizations, prune.remove), or "
             "write model.state_dict() with torch.save."
         )
+    steered = isinstance(model, JumpReLUSAE) and model.steered
+    if steered:
+        # The parameters behind the biases are in units of the scale.
+        tensors |= {"b_enc": model.b_enc.detach(), "b_dec": model.b_dec.detach()}
+        del tensors["scaled_b_enc"], tensors["scaled_b_dec"]
     folder = Path(folder)
     files.make_folder(operator, "folder", folder)
-    settings = next(names for kind, names in _SETTINGS.items() if isinstance(model, kind))
-    training = {name: getattr(model, name) for name in settings}
+    kind = next(base for base in type(model).__mro__ if base.__module__.startswith("gossamer.nn."))
+    training = {name: getattr(model, name) for name in _settings(kind)}
     if layout == "sparsify":
         tensors["encoder.weight"], tensors["encoder.bias"] = tensors.pop("W_enc").t(), tensors.pop("b_enc")
         config = {"activation": "topk", "d_in": model.d_in, "expansion_factor": model.d_sae / model.d_in}
@@ -151,29 +129,24 @@ def save_sae(model: Model | CrossLayerTranscoder, folder: str | Path, *, layout:
         config |= {"skip_connection": "W_skip" in tensors, "transcode": isinstance(model, Transcoder)}
         config |= {"gossamer": training}
     else:
-        if isinstance(model, JumpReLUSAE):
-            del tensors["log_threshold"]
-            tensors["threshold"] = model.threshold.detach()
-            config = {"architecture": "jumprelu", "apply_b_dec_to_input": False}
-        elif isinstance(model, BatchTopKSAE):
-            tensors["threshold"] = model.threshold.expand(model.d_sae)
-            config = {"architecture": "jumprelu", "apply_b_dec_to_input": True}
-        elif isinstance(model, StandardSAE | GatedSAE):
-            architecture = "standard" if isinstance(model, StandardSAE) else "gated"
-            config = {"architecture": architecture, "apply_b_dec_to_input": True}
-        else:
-            config = {"architecture": "topk", "apply_b_dec_to_input": True, "k": model.k}
-            config["rescale_acts_by_decoder_norm"] = False
+        architecture = next(name for kind, name in _ARCHITECTURES.items() if isinstance(model, kind))
+        config = {"architecture": architecture, "apply_b_dec_to_input": _subtracts(model)}
+        if architecture == "jumprelu":
+            tensors.pop("log_threshold", None)
+            tensors["threshold"] = model.threshold.detach().expand(model.d_sae)
+        if architecture == "topk":
+            config |= {"k": model.k, "rescale_acts_by_decoder_norm": False}
         config |= {"d_in": model.d_in, "d_sae": model.d_sae, "dtype": checks.name_of(model.W_dec.dtype)}
         # The version says which form the file has: before 6 it was another.
         config |= {"device": "cpu", **_NEUTRAL, "metadata": {"sae_lens_version": "6.49.0", "gossamer": training}}
     weights = folder / (_SAE_LENS if layout == "sae_lens" else _SPARSIFY)
     _write(weights, tensors)
     kept: tuple[str, ...] = _STATISTICS
-    if isinstance(model, JumpReLUSAE) and model.steered:
+    if steered:
         # Of the logarithm of a threshold's exponential the last bits would be others.
         kept += (*_STEERING, "log_threshold")
-    _write(folder / _TRAINING, {name: getattr(model, name).detach() for name in kept}, {"weights": _digest(weights)})
+    state = {name: getattr(model, name).detach() for name in kept}
+    _write(folder / _TRAINING, state, {"weights": files.digest(weights)})
     _replace(folder / _CONFIG, lambda path: path.write_text(json.dumps(config, indent=1) + "\n"))
 
 
@@ -227,7 +200,8 @@ def load_sae(folder: str | Path, *, device: torch.device | str | None = None, dt
     weights = folder / (wanted_first if wanted_first in there else there[0])
     tensors = _read(operator, weights)
     read = _from_sae_lens if weights.name == _SAE_LENS else _from_sparsify
-    make, wanted = read(operator, folder, config, tensors)
+    kind, given = read(operator, folder, config, tensors)
+    wanted = _shapes(kind(**given, device="meta"))
     for name, shape in wanted.items():
         if name not in tensors or tensors[name].shape != shape:
             got = list(tensors[name].shape) if name in tensors else "nothing"
@@ -236,7 +210,7 @@ def load_sae(folder: str | Path, *, device: torch.device | str | None = None, dt
     if unused:
         raise ValueError(f"{operator}: {weights} holds {unused[0]}, with which these modules do nothing.")
     dtype = dtype or torch.promote_types(tensors["W_enc"].dtype, tensors["W_dec"].dtype)
-    model = make(dtype=dtype, device=device)
+    model = kind(**given, dtype=dtype, device=device)
     state, statistics = _folded(model, config, tensors), folder / _TRAINING
     if statistics.is_file() and _written_with(operator, statistics, weights):
         state |= _read(operator, statistics)
@@ -246,15 +220,11 @@ def load_sae(folder: str | Path, *, device: torch.device | str | None = None, dt
     return model
 
 
-def _digest(weights: Path) -> str:
-    return hashlib.sha256(weights.read_bytes()).hexdigest()
-
-
 def _written_with(operator: str, statistics: Path, weights: Path) -> bool:
     """Whether the weights beside the statistics are those that they were counted with."""
     try:
         with safe_open(statistics, framework="pt") as file:
-            return (file.metadata() or {}).get("weights") == _digest(weights)
+            return (file.metadata() or {}).get("weights") == files.digest(weights)
     except SafetensorError as error:
         raise ValueError(
             f"{operator}: {statistics} is not a whole safetensors file: {error}. Remove it to begin with statistics of "
@@ -266,11 +236,11 @@ class OnlyInSAELens(ValueError):
     """A checkpoint that SAELens can load, and these modules cannot be."""
 
 
-_Made = tuple[Callable[..., Model], dict[str, tuple[int, ...]]]
+_Made = tuple[type[Any], dict[str, Any]]
 
 
 def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> _Made:
-    """A function that makes the module, and the tensors and shapes that the module needs."""
+    """The class of the module, and its arguments."""
     architecture, metadata = config.get("architecture"), config.get("metadata")
     for name, value in {**_NEUTRAL, "finetuning_scaling_factor": False}.items():
         if config.get(name, value) != value:
@@ -278,29 +248,18 @@ def _from_sae_lens(operator: str, folder: Path, config: dict[str, Any], tensors:
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do. "
                 "Load it with SAELens and use integrations.sae_lens.patch."
             )
-    d_in, d_sae = _sizes(operator, folder, config, "d_in", "d_sae")
-    wanted: dict[str, tuple[int, ...]] = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_in)}
-    wanted |= {"b_enc": (d_sae,), "b_dec": (d_in,)}
-    if architecture == "topk":
-        (k,) = _sizes(operator, folder, config, "k")
-        kind: Any = _nested(TopKSAE, metadata)
-        given = _given(kind, metadata) | _given_by_sae_lens(kind, config)
-        return lambda **options: kind(d_in, d_sae, k, **given, **options), wanted
-    if architecture == "jumprelu":
+    # Of the two with one name the last, JumpReLU.
+    kinds = {name: kind for kind, name in _ARCHITECTURES.items()}
+    if architecture in kinds:
+        kind = kinds[architecture]
+        sizes = _sizes(operator, folder, config, "d_in", "d_sae", *["k"] * (kind is TopKSAE))
         # SAELens keeps the metadata of `save_sae`, also of thresholds into which it has folded decoder norms since.
         threshold = tensors.get("threshold", torch.zeros(1))
         alike = bool((threshold == threshold.flatten()[:1]).all())
-        batch = alike and "k" in _given(BatchTopKSAE, metadata)
-        kind = _nested(BatchTopKSAE, metadata) if batch else JumpReLUSAE
-        given = _given(kind, metadata) | _given_by_sae_lens(kind, config)
-        return lambda **options: kind(d_in, d_sae, **given, **options), wanted | {"threshold": (d_sae,)}
-    if architecture in ("standard", "gated"):
-        kind = StandardSAE if architecture == "standard" else GatedSAE
-        given = _given(kind, metadata) | _given_by_sae_lens(kind, config)
-        if kind is GatedSAE:
-            del wanted["b_enc"]
-            wanted |= {name: (d_sae,) for name in sorted(_OWN[GatedSAE])}
-        return lambda **options: kind(d_in, d_sae, **given, **options), wanted
+        if kind is JumpReLUSAE and alike and "k" in _given(BatchTopKSAE, metadata):
+            kind = BatchTopKSAE
+        kind = _nested(kind, metadata)
+        return kind, _given(kind, metadata) | sizes | _given_by_sae_lens(kind, config)
     way = "Load it with SAELens and use integrations.sae_lens.patch."
     if architecture in ("batchtopk", "matryoshka_batchtopk"):
         way = (
@@ -321,24 +280,42 @@ def _from_sparsify(operator: str, folder: Path, config: dict[str, Any], tensors:
             raise ValueError(
                 f"{operator}: {folder / _CONFIG} has {name} = {config[name]!r}, which these modules do not do.{way}"
             )
-    d_in, k = _sizes(operator, folder, config, "d_in", "k")
-    d_sae = config.get("num_latents") or round(d_in * config.get("expansion_factor", 0))
+    sizes = _sizes(operator, folder, config, "d_in", "k")
+    sizes["d_sae"] = config.get("num_latents") or round(sizes["d_in"] * config.get("expansion_factor", 0))
     for old, new in {"encoder.weight": "W_enc", "encoder.bias": "b_enc"}.items():
         if old in tensors:
             tensors[new] = tensors.pop(old).t() if new == "W_enc" else tensors.pop(old)
     transcode, skip = bool(config.get("transcode")), bool(config.get("skip_connection"))
     # As sparsify does it: b_dec is subtracted from a vector that is reconstructed, not from one that is transcoded.
     config["apply_b_dec_to_input"] = not transcode
-    given = {"skip": skip} | _given(Transcoder, config)
+    if not (transcode or skip):
+        kind = _nested(TopKSAE, config)
+        return kind, _given(kind, config) | sizes
     # sparsify has one size for the input and the output.
-    d_out = given.pop("d_out", d_in) if transcode or skip else d_in
-    wanted = {"W_enc": (d_in, d_sae), "W_dec": (d_sae, d_out), "b_enc": (d_sae,), "b_dec": (d_out,)}
-    if transcode or skip:
-        wanted |= {"W_skip": (d_out, d_in)} if skip else {}
-        return lambda **options: Transcoder(d_in, d_out, d_sae, k, **given, **options), wanted
-    kind = _nested(TopKSAE, config)
-    given = _given(kind, config)
-    return lambda **options: kind(d_in, d_sae, k, **given, **options), wanted
+    return Transcoder, {"d_out": sizes["d_in"]} | _given(Transcoder, config) | sizes | {"skip": skip}
+
+
+def _shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    """The tensors that a file has of a module. Thresholds are written as such, one a latent."""
+    found = {name.removeprefix("scaled_"): tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if found.pop("log_threshold", None) or isinstance(model, BatchTopKSAE):
+        found["threshold"] = (model.d_sae,)
+    return found
+
+
+def _subtracts(model: Any) -> bool:
+    """Whether b_dec is subtracted from x before it is encoded."""
+    return not isinstance(model, JumpReLUSAE | Transcoding)
+
+
+@functools.cache
+def _settings(kind: type[Any]) -> tuple[str, ...]:
+    """The arguments of a class that say how it trains, and that no layout holds: they are written under this package's
+    name."""
+    given = [found for base in kind.__mro__ for found in signature(base.__init__).parameters.values()]
+    held = {"self", "d_in", "d_sae", "skip", "dtype", "device"}
+    names = (found.name for found in given if found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY))
+    return tuple(dict.fromkeys(name for name in names if name not in held))
 
 
 def _nested(kind: type[Model], metadata: dict[str, Any] | None) -> type[Any]:
@@ -350,7 +327,7 @@ def _nested(kind: type[Model], metadata: dict[str, Any] | None) -> type[Any]:
 def _given(kind: type[Model], metadata: dict[str, Any] | None) -> dict[str, Any]:
     """The settings that `save_sae` wrote; a file of SAELens has none."""
     found = (metadata or {}).get("gossamer") or {}
-    return {name: found[name] for name in _SETTINGS[kind] if name in found}
+    return {name: found[name] for name in _settings(kind) if name in found}
 
 
 def _given_by_sae_lens(kind: type[Model], config: dict[str, Any]) -> dict[str, Any]:
@@ -358,7 +335,7 @@ def _given_by_sae_lens(kind: type[Model], config: dict[str, Any]) -> dict[str, A
     where a file has both, SAELens wrote it last, for `save_sae` keeps none of SAELens's."""
     # A file for inference has them in the metadata alone.
     trained = ((config.get("metadata") or {}).get("training_architecture_details") or {}) | config
-    names = _SETTINGS_OF_SAE_LENS.get(kind, {})
+    names = {theirs: ours for theirs, ours in _SETTINGS_OF_SAE_LENS.items() if ours in _settings(kind)}
     found = {ours: trained[theirs] for theirs, ours in names.items() if theirs in trained}
     if "pre_act_coefficient" in found:
         found["pre_act_coefficient"] = found["pre_act_coefficient"] or 0.0
@@ -368,12 +345,12 @@ def _given_by_sae_lens(kind: type[Model], config: dict[str, Any]) -> dict[str, A
     return found
 
 
-def _sizes(operator: str, folder: Path, config: dict[str, Any], *names: str) -> list[int]:
+def _sizes(operator: str, folder: Path, config: dict[str, Any], *names: str) -> dict[str, int]:
     for name in names:
         value = config.get(name)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise ValueError(f"{operator}: {folder / _CONFIG} must have {name}, an int of at least 1, got {value!r}.")
-    return [config[name] for name in names]
+    return {name: config[name] for name in names}
 
 
 def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -387,7 +364,7 @@ def _folded(model: SparseAutoencoder, config: dict[str, Any], tensors: dict[str,
         # As they will be in the module, so that the thresholds and biases below fit them.
         wide |= {name: wide[name].to(model.W_enc.dtype).to(wide[name].dtype) for name in ("W_enc", "W_dec")}
         tensors |= {name: wide[name] for name in ("W_enc", "W_dec", "b_enc")}
-    subtracts = not isinstance(model, JumpReLUSAE | Transcoding)
+    subtracts = _subtracts(model)
     if config.get("apply_b_dec_to_input", True) != subtracts:
         shift = wide["b_dec"] @ wide["W_enc"] * (1 if subtracts else -1)
         for name in {"b_enc", "b_gate", "b_mag"} & tensors.keys():
@@ -413,4 +390,5 @@ def _write(file: Path, tensors: dict[str, Tensor], metadata: dict[str, str] | No
 
 
 def _replace(file: Path, write: Callable[[Path], Any]) -> None:
-    files.write_whole("nn.save_sae", file, file.with_name(f".{file.name}.{os.getpid()}"), write)
+    # Several ranks may write the same file.
+    files.write_whole("nn.save_sae", file, write, file.with_name(f".{file.name}.{os.getpid()}"))

@@ -12,13 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gossamer._core.recompute import recomputed
 from gossamer.nn import _recipe
-from gossamer.nn._placement import DIMENSION, OnRanks, as_bytes, like, slice_of, tensors_of
+from gossamer.nn._placement import DIMENSION, WHOLE, OnRanks, as_bytes, like, slice_of, tensors_of
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.sae import SAELoss, SparseAutoencoder
 from gossamer.sae.sharded import check_group, sum_over
-
-_WHOLE = ("b_dec", "scaled_b_dec", "threshold", "W_skip", "input_scale", "steering")
-"""Tensors that every rank holds whole."""
 
 Kind = TypeVar("Kind", bound=SparseAutoencoder)
 
@@ -65,7 +62,7 @@ def shard_sae(model: Kind, group: Any = None) -> Kind:
         if name in DIMENSION:
             part = tensor.detach().narrow(DIMENSION[name], latents.start, len(latents))
             memo[id(tensor)] = like(tensor, part.clone(memory_format=torch.contiguous_format))
-        elif name not in _WHOLE:
+        elif name not in WHOLE:
             raise NotImplementedError(f"{operator}: model has {name}, and how to spread that is not known here.")
     sharded: Any = copy.deepcopy(model, memo)
     sharded._placement = OnRanks(group, latents)

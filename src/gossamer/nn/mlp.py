@@ -1,7 +1,6 @@
 """Feed-forward blocks of transformers, with Hugging Face's parameter names."""
 
-from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,7 +12,7 @@ from gossamer.ffn.block import NAMES
 from gossamer.gemm.linear_glu import Gate, activation_name, gated
 from gossamer.nn.plain import of_parts, weight_and_bias, why_called
 
-_GATED, _PLAIN = ("gate_proj", "up_proj", "down_proj"), ("up_proj", "down_proj")
+_PARTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class Outputs(NamedTuple):
@@ -23,16 +22,26 @@ class Outputs(NamedTuple):
     activity: Activity
 
 
-class _Sparse(nn.Module):
-    """The common part of blocks whose activation may leave most entries 0: their path where no gradient is needed."""
+class _Block(nn.Module):
+    """A block of `_layers` and `down_proj`. The activation follows `gate_proj`, or without one `up_proj`."""
 
+    _operator: ClassVar[str]
+    _layers: ClassVar[tuple[str, ...]]
     down_proj: nn.Linear
+    recompute = False
 
-    def __init__(self, operator: str, activation: Gate, method: str, l1: bool) -> None:
+    def __init__(
+        self, hidden_size: int, intermediate_size: int, activation: Gate, bias: bool, method: str, l1: bool, **made: Any
+    ) -> None:
         super().__init__()
+        checks.positive(self._operator, "hidden_size", hidden_size, "It is the size of x.")
+        checks.positive(self._operator, "intermediate_size", intermediate_size, "It is the number of neurons.")
         self.l1 = l1
-        self.activation = activation_name(operator, activation)
-        self.sparse_block = SparseBlock(method, operator)
+        self.activation = activation_name(self._operator, activation)
+        self.sparse_block = SparseBlock(method, self._operator)
+        for name in self._layers:
+            self.add_module(name, nn.Linear(hidden_size, intermediate_size, bias, **made))
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, **made)
 
     @property
     def method(self) -> str:
@@ -58,35 +67,40 @@ class _Sparse(nn.Module):
         self.sparse_block.density.settled.clear()
         return super()._apply(*args, **kwargs)
 
-    def _path(self, x: Tensor) -> str | None:
-        """The path of the sparse block, if it is known before anything is looked at; "dense" by plain layers."""
-        return None if self.l1 else self.sparse_block.settled(x)
+    def forward(self, x: Tensor) -> Any:
+        """x `[..., hidden_size]` -> `[..., hidden_size]`, or with `l1` `(out, activity)`."""
+        # Attributes of a module that are modules are slow to get.
+        layers: Any = self._modules
+        gate, up, down = layers.get("gate_proj"), layers["up_proj"], layers["down_proj"]
+        # The path of the sparse block, if it is known before anything is looked at.
+        path = None if self.l1 else self.sparse_block.settled(x)
+        if path == "dense" or of_parts(self, _PARTS, self._why_called) is not None:
+            return self._layer_by_layer(x, gate, up, down)
+        first = up if gate is None else gate
+        checks.module_input(self._operator, "x", x, first.weight, "hidden_size", first.in_features)
+        (first_weight, first_bias), (down_weight, down_bias) = weight_and_bias(first), weight_and_bias(down)
+        up_weight, up_bias = (None, None) if gate is None else weight_and_bias(up)
+        weights = (first_weight, first_bias, up_weight, up_bias, down_weight, down_bias)
+        options: dict[str, Any] = {"activation": self.activation, "recompute": self.recompute}
+        if self.activation in NAMES:
+            if path == "gather" and (again := self.sparse_block.again(x, weights, self.activation)) is not None:
+                return again
+            out = self.sparse_block(x, *weights, **options, with_activity=self.l1)
+            if out is not None:
+                return Outputs(*out) if self.l1 else out
+        if self.l1 or up_weight is None:
+            return self._layer_by_layer(x, gate, up, down)
+        options |= {"gate_bias": first_bias, "up_bias": up_bias, "down_bias": down_bias}
+        return gemm.gated_mlp(x, first_weight, up_weight, down_weight, **options)
 
-    def _sparse(
-        self,
-        x: Tensor,
-        gate: nn.Linear,
-        up: nn.Linear | None,
-        down: nn.Linear,
-        path: str | None,
-        recompute: bool = False,
-    ) -> Any:
-        """The result, or None where the activation is not sparse, or a gradient is needed and the path computes all."""
-        if self.activation not in NAMES:
-            return None
-        of_up = (None, None) if up is None else weight_and_bias(up)
-        weights = (*weight_and_bias(gate), *of_up, *weight_and_bias(down))
-        if path == "gather" and (again := self.sparse_block.again(x, weights, self.activation)) is not None:
-            return again
-        options: dict[str, Any] = {"activation": self.activation, "recompute": recompute, "with_activity": self.l1}
-        out = self.sparse_block(x, *weights, **options)
-        return Outputs(*out) if self.l1 and out is not None else out
+    def _why_called(self) -> str | None:
+        return why_called(**{name: self._modules[name] for name in (*self._layers, "down_proj")})
 
-    def _layer_by_layer(self, x: Tensor, gate: nn.Module, up: nn.Module | None, down: nn.Module) -> Any:
+    def _layer_by_layer(self, x: Tensor, gate: nn.Module | None, up: nn.Module, down: nn.Module) -> Any:
         """The result, with the activity where it is asked for. A returned tensor is seen by the hooks of `fully_shard`
         and by `torch.compile`, which an attribute is not."""
-        operator = f"nn.{type(self).__name__}"
-        active, hidden = gated(operator, self.activation, gate(x), None if up is None else up(x))
+        first, second = (up(x), None) if gate is None else (gate(x), up(x))
+        active, hidden = gated(self._operator, self.activation, first, second)
         return Outputs(down(hidden), Activity.of(active, hidden)) if self.l1 else down(hidden)
 
     def extra_repr(self) -> str:
@@ -94,7 +108,7 @@ class _Sparse(nn.Module):
         return "" if isinstance(self.activation, nn.Module) else f"activation={self.activation!r}"
 
 
-class GatedMLP(_Sparse):
+class GatedMLP(_Block):
     """down_proj(activation(gate_proj(x)) * up_proj(x)), gate and up in one product.
 
     Where one of the layers is not a plain `nn.Linear` (an adapter, a quantised or parametrized layer), has a hook, or
@@ -135,6 +149,8 @@ class GatedMLP(_Sparse):
     torch.Size([2, 5, 8])
     """
 
+    _operator, _layers = "nn.GatedMLP", ("gate_proj", "up_proj")
+
     def __init__(
         self,
         hidden_size: int,
@@ -148,41 +164,15 @@ class GatedMLP(_Sparse):
         dtype: torch.dtype | None = None,
         device: torch.device | str | None = None,
     ) -> None:
-        super().__init__("nn.GatedMLP", activation, method, l1)
-        _check_sizes("nn.GatedMLP", hidden_size, intermediate_size)
+        made = {"dtype": dtype, "device": device}
+        super().__init__(hidden_size, intermediate_size, activation, bias, method, l1, **made)
         self.recompute = recompute
-        self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
-
-    def forward(self, x: Tensor) -> Any:
-        """x `[..., hidden_size]` -> `[..., hidden_size]`, or with `l1` `(out, activity)`."""
-        # Attributes of a module that are modules are slow to get.
-        layers: Any = self._modules
-        gate, up, down = layers["gate_proj"], layers["up_proj"], layers["down_proj"]
-        why = partial(why_called, gate_proj=gate, up_proj=up, down_proj=down)
-        path = self._path(x)
-        if path == "dense" or of_parts(self, _GATED, why) is not None:
-            return self._layer_by_layer(x, gate, up, down)
-        checks.module_input("nn.GatedMLP", "x", x, gate.weight, "hidden_size", gate.in_features)
-        out = self._sparse(x, gate, up, down, path, self.recompute)
-        if out is not None:
-            return out
-        if self.l1:
-            return self._layer_by_layer(x, gate, up, down)
-        (gate_weight, gate_bias), (up_weight, up_bias), (down_weight, down_bias) = map(
-            weight_and_bias, (gate, up, down)
-        )
-        options: dict[str, Any] = {"gate_bias": gate_bias, "up_bias": up_bias, "down_bias": down_bias}
-        return gemm.gated_mlp(
-            x, gate_weight, up_weight, down_weight, activation=self.activation, recompute=self.recompute, **options
-        )
 
     def extra_repr(self) -> str:
         return ", ".join(filter(None, (super().extra_repr(), "recompute=True" if self.recompute else "")))
 
 
-class MLP(_Sparse):
+class MLP(_Block):
     """down_proj(activation(up_proj(x))).
 
     Args:
@@ -201,6 +191,8 @@ class MLP(_Sparse):
     torch.Size([2, 5, 8])
     """
 
+    _operator, _layers = "nn.MLP", ("up_proj",)
+
     def __init__(
         self,
         hidden_size: int,
@@ -215,23 +207,5 @@ class MLP(_Sparse):
     ) -> None:
         if isinstance(activation, gemm.ClampedSwiGLU):
             raise ValueError("nn.MLP: activation must not be a ClampedSwiGLU, which needs a gate. Use nn.GatedMLP.")
-        super().__init__("nn.MLP", activation, method, l1)
-        _check_sizes("nn.MLP", hidden_size, intermediate_size)
-        self.up_proj = nn.Linear(hidden_size, intermediate_size, bias, device, dtype)
-        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias, device, dtype)
-
-    def forward(self, x: Tensor) -> Any:
-        """x `[..., hidden_size]` -> `[..., hidden_size]`, or with `l1` `(out, activity)`."""
-        layers: Any = self._modules
-        up, down = layers["up_proj"], layers["down_proj"]
-        out = None
-        path = self._path(x)
-        if path != "dense" and of_parts(self, _PLAIN, lambda: why_called(up_proj=up, down_proj=down)) is None:
-            checks.module_input("nn.MLP", "x", x, up.weight, "hidden_size", up.in_features)
-            out = self._sparse(x, up, None, down, path)
-        return self._layer_by_layer(x, up, None, down) if out is None else out
-
-
-def _check_sizes(operator: str, hidden_size: int, intermediate_size: int) -> None:
-    checks.positive(operator, "hidden_size", hidden_size, "It is the size of x.")
-    checks.positive(operator, "intermediate_size", intermediate_size, "It is the number of neurons.")
+        made = {"dtype": dtype, "device": device}
+        super().__init__(hidden_size, intermediate_size, activation, bias, method, l1, **made)

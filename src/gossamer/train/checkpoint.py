@@ -71,7 +71,7 @@ def save(
     sums = json.dumps({name: _checksum(tensor) for name, tensor in tensors.items()})
     file, metadata = folder / f"step-{step:08}.safetensors", {"format": "pt", "step": str(step), "crc32": sums}
     files.make_folder(_OPERATOR, "out", folder)
-    files.write_whole(_OPERATOR, file, folder / ".partial", lambda path: save_file(tensors, path, metadata))
+    files.write_whole(_OPERATOR, file, lambda path: save_file(tensors, path, metadata))
     for _, old in found(folder)[:-keep]:
         files.remove(old)
 

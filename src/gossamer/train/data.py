@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
@@ -119,8 +118,8 @@ def pack(
     def write(part: str) -> None:
         name = f"{part}-{sum(shard['part'] == part for shard in shards):05}.npy"
         tokens = np.concatenate(held[part])
-        files.write_whole(_OPERATOR, folder / name, folder / ".partial", lambda path: np.save(path, tokens))
-        shards.append({"part": part, "name": name, "tokens": len(tokens), "sha256": _digest(folder / name)})
+        files.write_whole(_OPERATOR, folder / name, lambda path: np.save(path, tokens))
+        shards.append({"part": part, "name": name, "tokens": len(tokens), "sha256": files.digest(folder / name)})
         held[part].clear()
         sizes[part] = 0
 
@@ -176,7 +175,7 @@ class Corpus:
         self.tokens = sum(shard["tokens"] for shard in self._shards if shard["part"] == "train")
         for shard in self._shards:
             file = folder / shard["name"]
-            if not file.exists() or _digest(file) != shard["sha256"]:
+            if not file.exists() or files.digest(file) != shard["sha256"]:
                 raise ValueError(
                     f"train.Corpus: shard {file} is not as it was packed: it is missing, corrupt or truncated. Remove "
                     f"the folder {folder} and pack the text again; checkpoints stay good."
@@ -192,14 +191,6 @@ class Corpus:
         """All windows of `length + 1` tokens of a part, `"train"` or `"validation"`, that share one token each."""
         maps = [np.load(self.folder / s["name"], mmap_mode="r") for s in self._shards if s["part"] == part]
         return Windows(maps, length)
-
-
-def _digest(file: Path) -> str:
-    found = hashlib.sha256()
-    with file.open("rb") as opened:
-        while part := opened.read(1 << 20):
-            found.update(part)
-    return found.hexdigest()
 
 
 @dataclass

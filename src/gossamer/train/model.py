@@ -214,4 +214,4 @@ def save_pretrained(
     for name, content in contents.items():
         files.write_text("train", folder / name, content)
     weights = folder / "model.safetensors"
-    files.write_whole("train", weights, folder / ".partial", lambda path: save_file(tensors, path, {"format": "pt"}))
+    files.write_whole("train", weights, lambda path: save_file(tensors, path, {"format": "pt"}))

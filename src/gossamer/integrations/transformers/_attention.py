@@ -78,8 +78,7 @@ def patch_attention(
     Sequences of up to k_base tokens are attended to as before. Longer ones need a trained indexer. After
     `train_indexers(model)` it attends densely and gives `indexer_loss(model)` something to learn from; after
     `train_indexers(model, "sparse")` it goes on with the selected keys; `train_indexers(model, None)` ends that.
-    Everything else works as it did: generation with a growing or a static cache, padding on either side, gradient
-    checkpointing.
+    Everything else works as it did: generation with a growing or a static cache, padding, gradient checkpointing.
 
     Args:
         model: a model of transformers, or a module that contains one. Llama, Mistral, Mixtral, Qwen2 and 3, dense or of
@@ -342,17 +341,17 @@ class SparseSelfAttention(GatedSparseAttention):
             place = kwargs.get("cache_position")
             options = () if place is None else ({"cache_position": place},)
             k, v, index, lengths = self._through(cache, k, v, index, options)
-        runs = None
+        of = None
         if attention_mask is not None:
-            runs = _Runs.of(attention_mask.expand(x.shape[0], *attention_mask.shape[1:]), q.shape[2], lengths)
-            lengths = runs.lengths
-            q, k, v = runs.queries(q), runs.keys(k), runs.keys(v)
+            of = _Tokens(attention_mask.expand(x.shape[0], *attention_mask.shape[1:]), q.shape[2], lengths)
+            lengths = of.lengths
+            q, k, v = of.queries(q), of.keys(k), of.keys(v)
             if index is not None:
-                index = runs.queries(index[0]), runs.keys(index[1]), runs.queries(index[2])
+                index = of.queries(index[0]), of.keys(index[1]), of.queries(index[2])
         shared = shared_selections if self.group else None
         out = self._attend(q, k, v, index, lengths, shared, learns=self.learns and cache is None)
-        if runs is not None:
-            out = runs.back(out)
+        if of is not None:
+            out = of.back(out)
         return self.finish(out, gate), None
 
     def _attend(
@@ -412,53 +411,39 @@ class SparseSelfAttention(GatedSparseAttention):
         return keys[:, :heads], values[:, :heads], index, lengths
 
 
-class _Runs:
-    """Padded sequences moved to the front, with their `lengths`: made of an attention mask.
+class _Tokens:
+    """The tokens of padded sequences, moved to the front in their order, with their `lengths`: made of an attention
+    mask, bool `[B, Tk]` or `[B, 1, Tq, Tk]`, or a float of that shape that is added to scores. The last query stands
+    beside key lengths[b] - 1 of the given lengths, or beside the last one.
 
-    A mask must let each query see the tokens up to its own, of one run of tokens in each sequence, which padding
-    stands before or behind. Another one raises on the CPU; on a GPU, where looking would make the host wait, and in a
-    compiled model it gives NaN.
+    A mask must let each token see the tokens up to its own. Another one raises on the CPU; on a GPU, where looking
+    would make the host wait, and in a compiled model it gives NaN.
     """
 
-    def __init__(self, start: Tensor, lengths: Tensor, num_queries: int, num_keys: int, bad: Tensor) -> None:
-        self.start, self.lengths, self.bad = start, lengths, bad
-        self._keys = (torch.arange(num_keys, device=start.device) + start[:, None]) % num_keys
-        # Padding before all tokens may be among the queries.
-        ahead = (num_queries - lengths).clamp(min=0)
-        queries = torch.arange(num_queries, device=start.device)
-        self._queries = (queries + ahead[:, None]) % num_queries
-        self._back = (queries - ahead[:, None]) % num_queries
-
-    @classmethod
-    def of(cls, mask: Tensor, num_queries: int, lengths: Tensor | None) -> _Runs:
-        """Of bool `[B, Tk]` or `[B, 1, Tq, Tk]`, or a float of that shape that is added to scores; the last query
-        stands beside key lengths[b] - 1, or beside the last one."""
+    def __init__(self, mask: Tensor, num_queries: int, lengths: Tensor | None) -> None:
         mask = mask > torch.finfo(mask.dtype).min / 2 if mask.is_floating_point() else mask != 0
         seen = mask if mask.dim() == 2 else mask[:, 0, -1]
         key = torch.arange(seen.shape[1], device=seen.device)
-        start, count = seen.int().argmax(1), seen.sum(1)
-        stop = start + count
-        wanted = (key >= start[:, None]) & (key < stop[:, None])
-        last = torch.full_like(stop, seen.shape[1]) if lengths is None else lengths
+        last = key[-1:] + 1 if lengths is None else lengths
+        at = (last[:, None] - num_queries + key[:num_queries]).expand(seen.shape[0], -1)
+        real = seen.gather(1, at)
+        self.lengths = seen.sum(1)
+        self._keys = (~seen).byte().argsort(dim=1, stable=True)
+        self._queries = (~real).byte().argsort(dim=1, stable=True)
+        self._bad = torch.zeros_like(self.lengths, dtype=torch.bool)
         if mask.dim() == 4:
-            at = last[:, None] - num_queries + torch.arange(num_queries, device=seen.device)
-            wanted = wanted[:, None] & (key <= at[..., None])
-            given, some = mask[:, 0], mask[:, 0].any(-1)
-            # Padding sees nothing, or everything, where a row without keys has to be avoided.
-            outside = some & ~given.all(-1)
-            bad = torch.where(at < start[:, None], outside, (given != wanted).any(-1)).any(-1)
-        else:
-            bad = (seen != wanted).any(-1)
-        if bad.device.type == "cpu" and not torch.compiler.is_compiling() and bool(bad.any()):
+            given, wanted = mask[:, 0], seen[:, None] & (key <= at[..., None])
+            # Padding may see nothing, or everything, where a row without keys has to be avoided.
+            some = given.any(-1) & ~given.all(-1)
+            self._bad = ((given != wanted).any(-1) & (real | some)).any(-1)
+        if self._bad.device.type == "cpu" and not torch.compiler.is_compiling() and bool(self._bad.any()):
             raise ValueError(
-                f"{_PATCH}: attention_mask must let each query see one run of tokens up to its own, as padding on "
-                "either side does; that of packed sequences or of a prefix does not. Call unpatch, or give "
-                "the sequences as rows of a batch."
+                f"{_PATCH}: attention_mask must let each token see the tokens up to its own, as padding does; that of "
+                "packed sequences or of a prefix does not. Call unpatch, or give the sequences as rows of a batch."
             )
-        return cls(start, last - start, num_queries, seen.shape[1], bad)
 
     def keys(self, x: Tensor) -> Tensor:
-        """`[B, ..., Tk, D]` in order of the runs."""
+        """`[B, ..., Tk, D]` with the tokens in front."""
         return _taken(x, self._keys)
 
     def queries(self, x: Tensor) -> Tensor:
@@ -467,7 +452,7 @@ class _Runs:
 
     def back(self, x: Tensor) -> Tensor:
         """Results `[B, H, Tq, D]` where their queries were."""
-        return _taken(x, self._back).masked_fill(self.bad[:, None, None, None], torch.nan)
+        return _taken(x, self._queries.argsort(dim=1)).masked_fill(self._bad[:, None, None, None], torch.nan)
 
 
 def _taken(x: Tensor, at: Tensor) -> Tensor:
