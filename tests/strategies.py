@@ -22,6 +22,11 @@ COLUMNS = st.one_of(st.integers(0, 70), st.sampled_from([128, 129]))
 DEPTHS = st.one_of(st.integers(0, 20), st.sampled_from([128, 129]))
 LAYOUTS = st.sampled_from(["contiguous", "transposed", "strided", "misaligned", "expanded"])
 SEEDS = st.integers(0, 1 << 30)
+PACKINGS: list[dict[str, Any]] = [
+    *({"capacity": slots} for slots in (64, 5, 1, "exact")),
+    *({"room": slots} for slots in (30, 0)),
+]
+"""Arguments of `pack_as`, of which some leave rows that overflow."""
 
 
 def seeded(seed: int, device: torch.device) -> torch.Generator:

@@ -7,8 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import gemm, rowsparse, sae
+from gossamer import blocksparse, gemm, rowsparse, sae
 from gossamer.testing import assert_close, assert_exact, random_rows
+from tests.graphs import captured
 from tests.syncs import without_a_sync
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +28,11 @@ def filled(m: int, n: int, seed: int) -> Tensor:
     return integers((m, n), [(7 * row + 13 * seed) % 80 for row in range(m)], seed)
 
 
+def _whole(x: Tensor) -> blocksparse.Layout:
+    rows, columns = x.shape
+    return blocksparse.Layout.full((-(-rows // 16), -(-columns // 16)), 16, size=(rows, columns), device=x.device)
+
+
 @pytest.mark.parametrize("options", CAPTURABLE, ids=str)
 @pytest.mark.parametrize("m, n, d", SHAPES)
 def test_graph(m: int, n: int, d: int, options: dict[str, Any]) -> None:
@@ -34,10 +40,7 @@ def test_graph(m: int, n: int, d: int, options: dict[str, Any]) -> None:
     acts, W, b = filled(m, n, 0), integers((n, d), d), integers((d,), d)
     with torch.no_grad():
         decode = lambda: sae.decode(acts, W, b, **options)  # noqa: E731
-        decode()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = decode()
+        graph, out = captured(decode)
         for seed in range(1, 5):
             acts.copy_(filled(m, n, seed))
             eager = decode()
@@ -56,14 +59,7 @@ def test_graph_of_a_training_step(m: int, n: int, d: int) -> None:
         out = sae.decode(acts, W, capacity=16)
         return (out, *torch.autograd.grad(out, (acts, W), grad))
 
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = step()
+    graph, results = captured(step)
     for seed in (1, 2):
         with torch.no_grad():
             acts.copy_(filled(m, n, seed))
@@ -79,8 +75,10 @@ def test_graph_of_a_training_step(m: int, n: int, d: int) -> None:
         lambda x, W: rowsparse.pack(x, capacity="exact"),
         lambda x, W: sae.encode(W.t(), W, capacity="exact"),
         lambda x, W: rowsparse.pack(x).values,
+        lambda x, W: blocksparse.Layout.from_mask(x > 0, 16),
+        lambda x, W: blocksparse.split(blocksparse.from_dense(x, _whole(x)), 2, 0),
     ],
-    ids=["pack", "encode", "values"],
+    ids=["pack", "encode", "values", "layout", "split"],
 )
 def test_what_waits_cannot_be_captured(call) -> None:
     x, W = filled(4, 500, 0), integers((500, 8), 8)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from gossamer import gemm, rowsparse, sae
+from gossamer import attention, blocksparse, ffn, gemm, nn, rowsparse, sae
 from tests.recorded import operator_of, recorded, registered
 
 
@@ -86,6 +86,47 @@ def test_forward_mode_is_refused(name: str, call: Any, transform: bool) -> None:
         else:
             with torch.autograd.forward_ad.dual_level():
                 call(torch.autograd.forward_ad.make_dual(x, x))
+
+
+MANY = torch.ones(16, 16)
+EVERY = attention.Selection.from_mask(torch.ones(1, 16, 16, dtype=torch.bool))
+BLOCK = blocksparse.Layout.full((1, 1), 16)
+FIRST = blocksparse.from_dense(torch.zeros(16, 16, dtype=torch.int64), BLOCK)
+
+
+def _trained(x: Tensor, path: str) -> Tensor:
+    model = nn.TopKSAE(16, 32, 4)
+    model.density.pinned = path
+    return model.loss(x).loss
+
+
+@pytest.mark.parametrize(
+    "name, call",
+    [
+        ("gemm.linear_glu", lambda x: gemm.linear_glu(x, MANY)),
+        ("gemm.linear_glu", lambda x: gemm.linear_glu(x, MANY, recompute=True)),
+        ("gemm.gated_mlp", lambda x: gemm.gated_mlp(x, MANY, MANY, MANY)),
+        ("ffn.gated", lambda x: ffn.gated(x, MANY, MANY, MANY, method="gather")),
+        ("sae.encode", lambda x: sae.encode(x, MANY, activation="relu").values),
+        ("sae.encode", lambda x: sae.encode(MANY, x, activation="relu", capacity=3).to_dense()),
+        ("sae.encode", lambda x: _trained(x, "sparse")),
+        ("sae.encode", lambda x: _trained(x, "dense")),
+        ("sae.decode", lambda x: sae.decode(x, MANY, capacity=4)),
+        ("attention.indexer_scores", lambda x: attention.indexer_scores(x[None, None], x[None], MANY[None, :, :1])),
+        ("attention.sparse_attention", lambda x: attention.sparse_attention(*[x[None, None]] * 3, EVERY)),
+        ("blocksparse.attention", lambda x: blocksparse.attention(*[x[None, None]] * 3, BLOCK)),
+        ("blocksparse.softmax", lambda x: blocksparse.softmax(blocksparse.from_dense(x, BLOCK)).values),
+        (
+            "blocksparse.scatter",
+            lambda x: blocksparse.scatter(BLOCK, 0, FIRST, blocksparse.from_dense(x, BLOCK), "prod").values,
+        ),
+    ],
+)
+def test_second_derivatives_are_refused(name: str, call: Any) -> None:
+    """By the name that was called."""
+    x = torch.rand(16, 16, requires_grad=True)
+    with pytest.raises(NotImplementedError, match=rf"^{name}: second derivatives are not implemented"):
+        torch.autograd.grad(call(x).square().sum(), x, create_graph=True)
 
 
 def _tangled(values: Tensor) -> rowsparse.Rows:

@@ -7,12 +7,11 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from benchmarks.engine import Case, Provider, copies
+from benchmarks.engine import Case, Provider
 from benchmarks.peers import block_sparse as peers
 from gossamer import blocksparse
 
 REPEATS = 4
-Inputs = tuple[Tensor, Tensor]
 
 
 def cases(device: torch.device, quick: bool) -> Iterator[Case]:
@@ -31,27 +30,12 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield _adapt(4096, block, to, sparsity, torch.bfloat16)
 
 
-def _make(n: int, block: int, sparsity: int, dtype: torch.dtype, results: int):
-    def make(device: torch.device, generator: torch.Generator) -> list[Inputs]:
-        def draw() -> Inputs:
-            mask = peers.random_mask(n, block, sparsity, device, generator)
-            return peers.random_dense(n, mask, dtype, generator), mask
-
-        return [draw() for _ in range(copies(device, (1 + results) * peers.BATCH * n * n * dtype.itemsize))]
-
-    return make
-
-
 def _repeat_interleave(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
     def with_layout(x: Tensor, mask: Tensor) -> tuple:
         return peers.from_dense(x, mask), peers.layout_of(mask.repeat_interleave(REPEATS, 0), n)
 
-    return Case(
-        room="blocksparse",
-        name="repeat_interleave",
-        parameters={"n": n, "block": block, "sparsity": sparsity},
-        dtype=dtype,
-        make=_make(n, block, sparsity, dtype, REPEATS),
+    return peers.case_of_one(
+        "repeat_interleave", n, block, sparsity, dtype, 1 + REPEATS,
         providers=(
             Provider(
                 "gossamer, layout given",
@@ -61,21 +45,8 @@ def _repeat_interleave(n: int, block: int, sparsity: int, dtype: torch.dtype) ->
                 result=peers.to_dense,
                 capturable=True,
             ),
-            Provider(
-                "gossamer",
-                lambda x: blocksparse.repeat(x, (REPEATS, 1, 1), interleave=True),
-                ours=True,
-                prepare=lambda x, mask: (peers.from_dense(x, mask),),
-                result=peers.to_dense,
-                capturable=True,
-            ),
-            Provider(
-                "dense",
-                lambda x: x.repeat_interleave(REPEATS, 0),
-                prepare=lambda x, mask: (x,),
-                result=lambda out, *_: (out,),
-                capturable=True,
-            ),
+            peers.gossamer(lambda x: blocksparse.repeat(x, (REPEATS, 1, 1), interleave=True)),
+            peers.dense(lambda x: x.repeat_interleave(REPEATS, 0)),
             *peers.blksprs(
                 "blksprs",
                 prepare=lambda bs, x, mask: (bs.ops.to_sparse(x, mask, block), mask, REPEATS, block, {}),
@@ -86,40 +57,14 @@ def _repeat_interleave(n: int, block: int, sparsity: int, dtype: torch.dtype) ->
             ),
         ),
         reference=lambda x, mask: (x.double().repeat_interleave(REPEATS, 0),),
-        bytes=int((1 + REPEATS) * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
-        flops=0,
         sweep=peers.sweep_of(block, sparsity, dtype),
-    )
+    )  # fmt: skip
 
 
 def _cat(n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
-    return Case(
-        room="blocksparse",
-        name="cat",
-        parameters={"n": n, "block": block, "sparsity": sparsity},
-        dtype=dtype,
-        make=_make(n, block, sparsity, dtype, 2),
-        providers=(
-            Provider(
-                "gossamer",
-                lambda x: blocksparse.cat([x, x], -1),
-                ours=True,
-                prepare=lambda x, mask: (peers.from_dense(x, mask),),
-                result=peers.to_dense,
-                capturable=True,
-            ),
-            Provider(
-                "dense",
-                lambda x: torch.cat([x, x], -1),
-                prepare=lambda x, mask: (x,),
-                result=lambda out, *_: (out,),
-                capturable=True,
-            ),
-        ),
-        reference=lambda x, mask: (torch.cat([x, x], -1).double(),),
-        bytes=int(3 * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
-        flops=0,
-    )
+    providers = peers.gossamer(lambda x: blocksparse.cat([x, x], -1)), peers.dense(lambda x: torch.cat([x, x], -1))
+    reference = lambda x, mask: (torch.cat([x, x], -1).double(),)  # noqa: E731
+    return peers.case_of_one("cat", n, block, sparsity, dtype, 3, providers=providers, reference=reference)
 
 
 def _adapt(n: int, block: int, to: int, sparsity: int, dtype: torch.dtype) -> Case:
@@ -127,12 +72,9 @@ def _adapt(n: int, block: int, to: int, sparsity: int, dtype: torch.dtype) -> Ca
         blocks = peers.from_dense(x, mask)
         return blocks, blocksparse.adapt(blocks.layout, to)
 
-    return Case(
-        room="blocksparse",
-        name="adapt_layout",
+    return peers.case_of_one(
+        "adapt_layout", n, block, sparsity, dtype, 2,
         parameters={"n": n, "block": block, "to": to, "sparsity": sparsity},
-        dtype=dtype,
-        make=_make(n, block, sparsity, dtype, 1),
         providers=(
             Provider("gossamer", blocksparse.adapt, ours=True, prepare=prepare, result=peers.to_dense, capturable=True),
             *peers.blksprs(
@@ -143,6 +85,4 @@ def _adapt(n: int, block: int, to: int, sparsity: int, dtype: torch.dtype) -> Ca
             ),
         ),
         reference=lambda x, mask: (x.double(),),
-        bytes=int(2 * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
-        flops=0,
-    )
+    )  # fmt: skip

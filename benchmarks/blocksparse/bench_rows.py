@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.engine import Case, Provider, copies
+from benchmarks.engine import Case
 from benchmarks.peers import block_sparse as peers
 from gossamer import blocksparse
 from gossamer.blocksparse import BlockSparseTensor
 
-Inputs = tuple[Tensor, Tensor]
 Op = tuple[Callable[..., Any], Callable[[Tensor], Tensor], float]
 """Ours on blocks, the same on a dense tensor, and how many times the present blocks are moved."""
 
@@ -47,36 +46,11 @@ def _operators(n: int) -> dict[str, Op]:
 def _case(name: str, op: Op, n: int, block: int, sparsity: int, dtype: torch.dtype) -> Case:
     ours, dense, moved = op
 
-    def make(device: torch.device, generator: torch.Generator) -> list[Inputs]:
-        def draw() -> Inputs:
-            mask = peers.random_mask(n, block, sparsity, device, generator)
-            return peers.random_dense(n, mask, dtype, generator), mask
-
-        return [draw() for _ in range(copies(device, 2 * peers.BATCH * n * n * dtype.itemsize))]
-
     def result(out: Any, x: Tensor, mask: Tensor) -> tuple[Tensor]:
         out = out.to_dense() if isinstance(out, BlockSparseTensor) else out
         # Only a norm fills what is absent.
         return (out * peers.elements(mask, n) if name == "layer_norm" else out,)
 
-    return Case(
-        room="blocksparse",
-        name=name,
-        parameters={"n": n, "block": block, "sparsity": sparsity},
-        dtype=dtype,
-        make=make,
-        providers=(
-            Provider(
-                "gossamer",
-                ours,
-                ours=True,
-                prepare=lambda x, mask: (peers.from_dense(x, mask),),
-                result=result,
-                capturable=True,
-            ),
-            Provider("dense", dense, prepare=lambda x, mask: (x,), result=result, capturable=True),
-        ),
-        reference=lambda x, mask: result(dense(x.double()), x, mask),
-        bytes=int(moved * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
-        flops=0,
-    )
+    providers = peers.gossamer(ours, result=result), peers.dense(dense, result=result)
+    reference = lambda x, mask: result(dense(x.double()), x, mask)  # noqa: E731
+    return peers.case_of_one(name, n, block, sparsity, dtype, moved, 2, providers=providers, reference=reference)

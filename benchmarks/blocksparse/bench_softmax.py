@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from benchmarks.engine import Case, Provider, copies
+from benchmarks.engine import Case
 from benchmarks.engine.case import BUDGETS
 from benchmarks.peers import block_sparse as peers
 from gossamer import blocksparse
@@ -29,17 +30,6 @@ def cases(device: torch.device, quick: bool) -> Iterator[Case]:
             yield transpose_case(n, 64, sparsity, dtype)
         for n in (1024, 4096, 8192, 2048):
             yield softmax_case(n, 64, 50, dtype, True)
-
-
-def _make(n: int, block: int, sparsity: int, dtype: torch.dtype, most: int):
-    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-        def draw() -> tuple[Tensor, Tensor]:
-            mask = peers.random_mask(n, block, sparsity, device, generator)
-            return peers.random_dense(n, mask, dtype, generator), mask
-
-        return [draw() for _ in range(copies(device, 2 * peers.BATCH * n * n * dtype.itemsize, most))]
-
-    return make
 
 
 def softmax_case(n: int, block: int, sparsity: int, dtype: torch.dtype, training: bool, most: int = COPIES) -> Case:
@@ -64,7 +54,6 @@ def softmax_case(n: int, block: int, sparsity: int, dtype: torch.dtype, training
         out = x.softmax(-1)
         return torch.autograd.grad(out, x, out.detach())[0]
 
-    kept = peers.BATCH * n * n * (1 - sparsity / 100)
     # Its softmax takes float32 alone, so that it moves twice the bytes in 16 bits.
     name = "blksprs" if dtype is torch.float32 else "blksprs, float32"
     products = () if training else peers.blksprs(
@@ -73,64 +62,29 @@ def softmax_case(n: int, block: int, sparsity: int, dtype: torch.dtype, training
         call=lambda bs, *given: bs.ops.softmax(*given[:-1], layout_cache=given[-1]),
         result=lambda bs, out, x, mask: bs.ops.to_dense(out, mask, block),
     )  # fmt: skip
-    return Case(
-        room="blocksparse",
-        name="softmax_training" if training else "softmax",
-        parameters={"n": n, "block": block, "sparsity": sparsity},
-        dtype=dtype,
-        make=_make(n, block, sparsity, dtype, most),
+    inside = lambda x, mask: (x.masked_fill(~peers.elements(mask, n), -torch.inf),)  # noqa: E731
+    return peers.case_of_one(
+        "softmax_training" if training else "softmax", n, block, sparsity, dtype, 5 if training else 2, 2, most,
         providers=(
-            Provider(
-                "gossamer",
-                ours if training else blocksparse.softmax,
-                ours=True,
-                prepare=lambda x, mask: (peers.from_dense(x, mask),),
-                result=peers.to_dense,
-                capturable=True,
-            ),
-            Provider(
-                "dense, -inf in absent blocks",
-                theirs if training else dense,
-                prepare=lambda x, mask: (x.masked_fill(~peers.elements(mask, n), -torch.inf),),
-                result=lambda out, *_: (out,),
-                capturable=True,
-            ),
+            peers.gossamer(ours if training else blocksparse.softmax),
+            replace(peers.dense(theirs if training else dense, "dense, -inf in absent blocks"), prepare=inside),
             *products,
         ),
         reference=trained if training else lambda x, mask: (reference(x, mask),),
-        bytes=int(kept * dtype.itemsize * (5 if training else 2)),
-        flops=0,
         sweep=peers.sweep_of(block, sparsity, dtype),
         grad=training,
         # The input is the rounded result, and gradients of a row cancel: 16 bits are rounded twice. Gradients of long
         # rows are near the smallest numbers of float16.
         budget=({torch.float16: 8}.get(dtype, 2) * BUDGETS[dtype]) if training and dtype.itemsize == 2 else None,
-    )
+    )  # fmt: skip
 
 
 def transpose_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: int = COPIES) -> Case:
-    return Case(
-        room="blocksparse",
-        name="transpose",
-        parameters={"n": n, "block": block, "sparsity": sparsity},
-        dtype=dtype,
-        make=_make(n, block, sparsity, dtype, most),
+    return peers.case_of_one(
+        "transpose", n, block, sparsity, dtype, 2, 2, most,
         providers=(
-            Provider(
-                "gossamer",
-                lambda x: x.mT,
-                ours=True,
-                prepare=lambda x, mask: (peers.from_dense(x, mask),),
-                result=peers.to_dense,
-                capturable=True,
-            ),
-            Provider(
-                "dense, contiguous",
-                lambda x: x.mT.contiguous(),
-                prepare=lambda x, mask: (x,),
-                result=lambda out, *_: (out,),
-                capturable=True,
-            ),
+            peers.gossamer(lambda x: x.mT),
+            peers.dense(lambda x: x.mT.contiguous(), "dense, contiguous"),
             *peers.blksprs(
                 "blksprs",
                 prepare=lambda bs, x, mask: (bs.ops.to_sparse(x, mask, block), mask, block),
@@ -139,7 +93,5 @@ def transpose_case(n: int, block: int, sparsity: int, dtype: torch.dtype, most: 
             ),
         ),
         reference=lambda x, mask: (x.double().mT,),
-        bytes=int(2 * peers.BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
-        flops=0,
         sweep=peers.sweep_of(block, sparsity, dtype),
-    )
+    )  # fmt: skip

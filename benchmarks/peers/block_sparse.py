@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.engine import Provider
+from benchmarks.engine import Case, Provider, copies
 from gossamer import blocksparse
 
 BATCH = 4
@@ -56,6 +56,45 @@ def from_dense(x: Tensor, mask: Tensor) -> blocksparse.BlockSparseTensor:
 
 def to_dense(output: blocksparse.BlockSparseTensor, *_: Any) -> tuple[Tensor, ...]:
     return (output.to_dense(),)
+
+
+def gossamer(call: Callable[..., Any], name: str = "gossamer", result: Callable[..., Any] = to_dense) -> Provider:
+    """Ours, of one block-sparse tensor."""
+    prepare = lambda x, mask: (from_dense(x, mask),)  # noqa: E731
+    return Provider(name, call, ours=True, prepare=prepare, result=result, capturable=True)
+
+
+def dense(call: Callable[[Tensor], Any], name: str = "dense", result: Callable[..., Any] | None = None) -> Provider:
+    """The same of the dense matrices."""
+    result = result or (lambda out, *_: (out,))
+    return Provider(name, call, prepare=lambda x, mask: (x,), result=result, capturable=True)
+
+
+def case_of_one(
+    name: str, n: int, block: int, sparsity: int, dtype: torch.dtype, moved: float, drawn: float | None = None,
+    most: int = 512, **more: Any,
+) -> Case:  # fmt: skip
+    """A case of matrices and the mask of their blocks, of which a call moves `moved` times the blocks that are present,
+    or `drawn` times the matrices where it fills what is absent; `most` copies of the inputs."""
+
+    def draw(device: torch.device, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        mask = random_mask(n, block, sparsity, device, generator)
+        return random_dense(n, mask, dtype, generator), mask
+
+    def make(device: torch.device, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
+        size = int(BATCH * n * n * dtype.itemsize * (moved if drawn is None else drawn))
+        return [draw(device, generator) for _ in range(copies(device, size, most))]
+
+    return Case(
+        room="blocksparse",
+        name=name,
+        parameters=more.pop("parameters", {"n": n, "block": block, "sparsity": sparsity}),
+        dtype=dtype,
+        make=make,
+        bytes=int(moved * BATCH * n * n * (1 - sparsity / 100) * dtype.itemsize),
+        flops=0,
+        **more,
+    )
 
 
 def stk_dsd() -> Provider:

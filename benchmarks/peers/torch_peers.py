@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+from benchmarks.engine import Provider
+from gossamer import rowsparse
 
 dense = torch.matmul
 
@@ -35,3 +41,15 @@ def bag(columns: Tensor, starts: Tensor, values: Tensor, W: Tensor) -> Tensor:
 def embedding_bag(acts: Tensor, W: Tensor) -> Tensor:
     """`nonzero`, then `embedding_bag`; waits for the device."""
     return bag(*to_bags(acts), W)
+
+
+def products_of_rows(ours: Callable[[rowsparse.Rows, Tensor], Tensor], capacity: int) -> tuple[Provider, ...]:
+    """`ours`, of rows that are packed, and PyTorch's products, each with operands that are ready."""
+    ready: dict[str, Any] = {"ours": True, "capturable": True}
+    return (
+        Provider("gossamer ELL", ours, prepare=lambda x, w: (rowsparse.pack(x, capacity=capacity), w), **ready),
+        Provider("gossamer CSR", ours, prepare=lambda x, w: (rowsparse.pack(x, capacity="exact"), w), **ready),
+        Provider("dense", dense, capturable=True),
+        Provider("torch.sparse", torch.matmul, prepare=lambda x, w: (x.to_sparse_csr(), w)),
+        Provider("embedding_bag", bag, prepare=lambda x, w: (*to_bags(x), w), capturable=True),
+    )

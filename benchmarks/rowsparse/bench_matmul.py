@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from benchmarks.engine import Case, Provider, copies, random_matrix, random_rows
+from benchmarks.engine import Case, copies, random_matrix, random_rows
 from benchmarks.peers import torch_peers
 from gossamer import rowsparse
 
@@ -48,30 +48,7 @@ def matmul(M: int, N: int, D: int, nnz: int, dtype: torch.dtype, slots: int | No
         parameters={"M": M, "N": N, "D": D, "nnz": nnz},
         dtype=dtype,
         make=make,
-        providers=(
-            Provider(
-                "gossamer ELL",
-                rowsparse.matmul,
-                ours=True,
-                prepare=lambda x, weight: (rowsparse.pack(x, capacity=capacity), weight),
-                capturable=True,
-            ),
-            Provider(
-                "gossamer CSR",
-                rowsparse.matmul,
-                ours=True,
-                prepare=lambda x, weight: (rowsparse.pack(x, capacity="exact"), weight),
-                capturable=True,
-            ),
-            Provider("dense", torch_peers.dense, capturable=True),
-            Provider("torch.sparse", torch.matmul, prepare=lambda x, weight: (x.to_sparse_csr(), weight)),
-            Provider(
-                "embedding_bag",
-                torch_peers.bag,
-                prepare=lambda x, weight: (*torch_peers.to_bags(x), weight),
-                capturable=True,
-            ),
-        ),
+        providers=torch_peers.products_of_rows(rowsparse.matmul, capacity),
         reference=lambda x, weight: (x.double() @ weight.double(),),
         bytes=M * nnz * (dtype.itemsize + 4) + (min(M * nnz, N) * D + M * D) * dtype.itemsize,
         flops=2 * M * nnz * D,

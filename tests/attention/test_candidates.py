@@ -10,6 +10,7 @@ from gossamer._core import tuning
 from gossamer.attention import Selection, select_topk
 from gossamer.attention.levels import GROWTH
 from tests.attention.indexer import inputs
+from tests.graphs import captured
 
 candidates = pytest.importorskip("gossamer.attention._triton.candidates")
 T = 36000
@@ -233,10 +234,7 @@ def test_what_lists_do_not_settle_is_counted_again(
 def test_a_graph_counts_again_what_it_must(device: torch.device) -> None:
     hopper(device)
     given = inputs((1, 4, 2500, T, 64), torch.bfloat16, device)
-    select_topk(*given, k=500, causal=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = select_topk(*given, k=500, causal=True)
+    graph, out = captured(lambda: select_topk(*given, k=500, causal=True))
     for keys in (torch.randn_like(given[1]), given[1][:, :3].repeat(1, T // 3, 1)):
         given[1].copy_(keys)
         out.words.fill_(-1)

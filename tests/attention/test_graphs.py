@@ -14,7 +14,7 @@ from gossamer.attention import (
 )
 from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.blocksparse import Layout, attention
-from tests.attention.graphs import check_replays
+from tests.graphs import captured, follows
 
 pytestmark = pytest.mark.gpu
 
@@ -39,7 +39,7 @@ def test_sparse_attention(path: str, device: torch.device) -> None:
         out, lse = sparse_attention(q, k, v, selection, return_lse=True, path=path, causal=True)
         return (out.detach(), lse.detach(), *torch.autograd.grad(out, (q, k, v), grad.detach()))
 
-    check_replays(call, (q, k, v, grad))
+    follows(call, q, k, v, grad, rtol=1e-4, atol=1e-4)
 
 
 def test_straight_through(device: torch.device) -> None:
@@ -51,7 +51,7 @@ def test_straight_through(device: torch.device) -> None:
         out = sparse_attention(q, k, v, selection, indexer=(index[0], index[1], index[2], index[3]), causal=True)
         return torch.autograd.grad(out.square().sum(), (q, k, v, *index))
 
-    check_replays(call, (q, k, v, *index), rtol=1e-3, atol=1e-3)
+    follows(call, q, k, v, *index, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("pages", [False, True])
@@ -62,9 +62,8 @@ def test_sparse_decode(pages: bool, device: torch.device) -> None:
     k, v = (torch.randn(shape, device=device) for _ in range(2))
     table = torch.randperm(64, device=device)[:38].view(2, 19) if pages else None
     lengths = torch.tensor([T, 170], device=device)
-    check_replays(
-        lambda: (sparse_attention(q, k, v, selection, page_table=table, lengths=lengths, causal=True),), (q, k, v)
-    )
+    options = {"page_table": table, "lengths": lengths, "causal": True}
+    follows(lambda: [sparse_attention(q, k, v, selection, **options)], q, k, v, rtol=1e-4, atol=1e-4)
 
 
 def test_indexer_scores(device: torch.device) -> None:
@@ -75,7 +74,7 @@ def test_indexer_scores(device: torch.device) -> None:
         total = scores.where(scores.isfinite(), 0).square().sum()
         return (scores.detach(), *torch.autograd.grad(total, index))
 
-    check_replays(call, index, rtol=1e-3, atol=1e-3)
+    follows(call, *index, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("selected", [False, True])
@@ -88,7 +87,7 @@ def test_indexer_loss(selected: bool, device: torch.device) -> None:
         loss = indexer_loss(q, k, *index, selection=selection, causal=True)
         return (loss.detach(), *torch.autograd.grad(loss, index))
 
-    check_replays(call, (q, k, *index))
+    follows(call, q, k, *index, rtol=1e-4, atol=1e-4)
 
 
 def test_rotary_gates(device: torch.device) -> None:
@@ -99,7 +98,7 @@ def test_rotary_gates(device: torch.device) -> None:
         made = [x for x in rotary_gates(y, angles.cos(), angles.sin(), 3, 2) if x is not None]
         return (*(x.detach() for x in made), *torch.autograd.grad(sum(x.square().sum() for x in made), y))
 
-    check_replays(call, (y,))
+    follows(call, y, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("operator", ["sparse_attention", "blocksparse.attention"])
@@ -116,15 +115,8 @@ def test_dropout(operator: str, device: torch.device) -> None:
         return attention(q, k, v, layout, dropout=0.5, seed=seed)
 
     for seed in (None, 7):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            eager = run(seed)
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = run(seed)
-        replays = []
+        eager, replays = run(seed), []
+        graph, out = captured(lambda seed=seed: run(seed))
         for _ in range(2):
             graph.replay()
             replays.append(out.clone())

@@ -83,14 +83,10 @@ def test_nan_and_inf_propagate_where_they_are_seen(activation: Any, device: torc
     assert torch.equal(out[0].isnan(), wanted[0].isnan() & seen)
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 3, 3, 4), (1, 2, 0, 3, 4), (1, 0, 2, 3, 4)])
-def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
-    given = inputs(shape, torch.float32, device, grad=True)
-    out = indexer_scores(*given, causal=True)
-    assert out.shape == (shape[0], shape[2], shape[3])
-    assert bool((out[out.isfinite()] == 0).all())
-    grads = torch.autograd.grad(out.where(out.isfinite(), 0).sum(), given, allow_unused=True)
-    assert all(grad is None or not grad.count_nonzero() for grad in grads)
+def test_without_heads(device: torch.device) -> None:
+    given = inputs((1, 0, 2, 3, 4), torch.float32, device, grad=True)
+    out = indexer_scores(*given, causal=False)
+    assert not out.any() and not any(grad.any() for grad in torch.autograd.grad(out.sum(), given))
 
 
 @pytest.mark.native
@@ -100,14 +96,6 @@ def test_autocast_and_compile(compiled: Any, device: torch.device) -> None:
         out = indexer_scores(*given, causal=True)
     assert out.dtype is torch.bfloat16
     assert torch.equal(compiled(indexer_scores)(*given, causal=True), indexer_scores(*given, causal=True))
-
-
-@pytest.mark.native
-def test_second_derivatives_are_refused(device: torch.device) -> None:
-    given = inputs((1, 1, 3, 3, 4), torch.float32, device, grad=True)
-    out = indexer_scores(*given, causal=False)
-    with pytest.raises(NotImplementedError, match=r"attention.indexer_scores: second derivatives"):
-        torch.autograd.grad(out.sum(), given[0], create_graph=True)
 
 
 @pytest.mark.native

@@ -139,13 +139,6 @@ def test_conversions(batch: int, scopes: int, tq: int, tk: int, density: float) 
     assert torch.equal(Selection.from_indices(found.flip(-1), tk).words, selection.words)
 
 
-@pytest.mark.parametrize("shape", [(0, 1, 3, 4), (1, 1, 0, 4), (1, 1, 3, 0)])
-def test_empty(shape: tuple[int, ...], device: torch.device) -> None:
-    mask = torch.zeros(shape, dtype=torch.bool, device=device)
-    selection = Selection.from_mask(mask)
-    assert selection.to_mask().shape == shape
-
-
 @pytest.mark.native
 def test_bad_input(device: torch.device) -> None:
     mask = torch.ones(1, 3, 4, dtype=torch.bool, device=device)

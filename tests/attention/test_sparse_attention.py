@@ -1,9 +1,7 @@
 """Attention over selected keys and its gradients, against dense float64."""
 
 import math
-import re
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
@@ -360,19 +358,6 @@ def test_queries_without_keys(path: str, device: torch.device, generator: torch.
         assert not out[:, :, rows].any() and not dq[:, :, rows].any() and bool((lse[:, :, rows] == -math.inf).all())
 
 
-@pytest.mark.parametrize("shape", [(0, 2, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)])
-def test_empty(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    b, h, tq, tk = shape
-    q, k, v = inputs(b, h, h, tq, tk, 16, dtype, device, generator)
-    mask = torch.ones(b, 1, tq, tk, dtype=torch.bool, device=device)
-    out, lse = sparse_attention(q, k, v, Selection.from_mask(mask), return_lse=True, causal=False)
-    assert out.shape == q.shape and lse.shape == q.shape[:3] and not out.any()
-    for x, gradient in zip((q, k, v), torch.autograd.grad(out.sum() + lse.sum() * 0, (q, k, v))):
-        assert gradient.shape == x.shape and not gradient.any()
-
-
 @PATHS
 def test_special_values(path: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """NaN in a query stays in its row; in a key it reaches those who take it; nobody else notices."""
@@ -454,13 +439,3 @@ def test_errors(change: dict[str, Any], error: type[Exception], message: str) ->
 @pytest.mark.parametrize("given, path", [((16, 10**5), "decode"), ((1024, 1024), "tiles"), ((17, 1025), "lists")])
 def test_path(given: tuple[int, ...], path: str) -> None:
     assert choose_path(*given) == path
-
-
-@pytest.mark.native
-def test_docs() -> None:
-    """The examples of the page, one after the other."""
-    page = Path(__file__).parents[2] / "docs" / "sparse-attention.md"
-    names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf-8"), re.S | re.M):
-        exec(block, names)
-    assert names["y"].shape == (2, 100, 64) and names["loss"].isfinite()

@@ -22,15 +22,6 @@ def test_gradcheck(scopes: int, lengths: list[int] | None) -> None:
     torch.autograd.gradcheck(lambda q, k, v: sparse_attention(q, k, v, selection, **options), leaves)
 
 
-def test_second_derivatives_are_refused(device: torch.device, generator: torch.Generator) -> None:
-    q, k, v = inputs(1, 1, 1, 20, 20, 16, torch.float32, device, generator)
-    out = sparse_attention(
-        q, k, v, Selection.from_mask(torch.ones(1, 20, 20, dtype=torch.bool, device=device)), causal=True
-    )
-    with pytest.raises(NotImplementedError, match=r"attention.sparse_attention: second derivatives .* create_graph"):
-        torch.autograd.grad(out.sum(), q, create_graph=True)
-
-
 @pytest.mark.native
 def test_bitwise_reproducible(device: torch.device, generator: torch.Generator, scale: int) -> None:
     t = 128 * scale

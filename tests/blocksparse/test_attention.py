@@ -21,6 +21,7 @@ from gossamer.blocksparse import (
 )
 from tests.blocksparse.attention_oracle import check, elements, problem, terms_for
 from tests.blocksparse.blocks import native
+from tests.graphs import follows
 from tests.strategies import seeded
 
 SHAPES = [
@@ -105,16 +106,7 @@ def test_graph_capture(half: bool, device: torch.device) -> None:
         out = attention(*leaves, layout, causal=True)
         return out.detach(), *torch.autograd.grad(out, leaves, grad)
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
-    grad.normal_()
-    graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, step()))
+    follows(step, q, grad)
 
 
 @pytest.mark.gpu

@@ -129,13 +129,6 @@ def test_gradcheck() -> None:
     assert torch.autograd.gradcheck(call, (*leaves, bias), fast_mode=True)
 
 
-@pytest.mark.native
-def test_second_derivatives_are_refused(device: torch.device) -> None:
-    q, k, v, _, layout = problem(device, torch.float32, (), (16, 16), (32, 32), (1, 1), 8)
-    with pytest.raises(NotImplementedError, match=r"blocksparse\.attention: second derivatives"):
-        torch.autograd.grad(attention(q.requires_grad_(), k, v, layout).sum(), q, create_graph=True)
-
-
 def test_bitwise_reproducible(device: torch.device) -> None:
     q, k, v, grad, layout = problem(device, torch.float32, (2,), (16, 16), (40, 50), (2, 1), 16)
     leaves = [x.requires_grad_() for x in (q, k, v)]

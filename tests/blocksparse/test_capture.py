@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer import blocksparse
 from gossamer.blocksparse import BlockSparseTensor, Layout, Relative
 from tests.blocksparse.blocks import random_layout
+from tests.graphs import follows
 from tests.strategies import seeded
 
 Step = Callable[..., Tensor]
@@ -49,23 +50,6 @@ def inputs(device: torch.device) -> tuple[Tensor, Tensor, Layout]:
 def run(step: Step, values: Tensor, vector: Tensor, layout: Layout) -> Sequence[Tensor]:
     out = step(BlockSparseTensor(values, layout), vector)
     return out.detach(), *torch.autograd.grad(out.square().sum(), (values, vector), allow_unused=True)
-
-
-def follows(call: Callable[[], Sequence[Tensor | None]], *changed: Tensor) -> None:
-    """A graph of call gives what call gives after its inputs have changed."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = call()
-    with torch.no_grad():
-        for x in changed:
-            x.copy_(x.flip(0).clone())
-    graph.replay()
-    for got, want in zip(captured, call(), strict=True):
-        torch.testing.assert_close(got, want, rtol=0, atol=0)
 
 
 @pytest.mark.gpu

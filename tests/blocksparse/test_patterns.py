@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gossamer import blocksparse
 from gossamer.blocksparse import Layout, patterns
+from tests.graphs import follows
 
 SIZES = [((64, 64), (16, 16)), ((50, 90), (16, 32)), ((90, 50), (32, 16)), ((1, 200), (64, 16)), ((33, 33), (16, 16))]
 
@@ -129,20 +130,8 @@ def test_blocks_of_long_sequences_are_counted_without_tensors(name: str, numbers
 def test_capture(name: str) -> None:
     """With the capacity that the host has counted; with lengths one is to be given."""
     size, block, lengths = (50, 90), (16, 32), torch.tensor([60, 30], device="cuda")
-    warm = torch.cuda.Stream()
-    with torch.cuda.stream(warm):
-        PATTERNS[name](size, block, device="cuda")
-        PATTERNS[name](size, block, lengths=lengths, capacity=24)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        layout = PATTERNS[name](size, block, device="cuda")
-        short = PATTERNS[name](size, block, lengths=lengths, capacity=24)
-    graph.replay()
-    assert torch.equal(layout.to_dense(), PATTERNS[name](size, block, device="cuda").to_dense())
-    lengths.copy_(torch.tensor([10, 90]))
-    graph.replay()
-    assert torch.equal(short.to_dense(), PATTERNS[name](size, block, lengths=lengths).to_dense())
+    given = [{"device": "cuda"}, {"lengths": lengths, "capacity": 24}]
+    follows(lambda: [PATTERNS[name](size, block, **options).to_dense() for options in given], lengths)
 
 
 @pytest.mark.native

@@ -13,8 +13,8 @@ from gossamer.blocksparse.lists import Form
 from gossamer.blocksparse.records import BlocksparseScatterReduce, Direction
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, elements, native, random_blocks, random_index, random_layout
-from tests.blocksparse.test_capture import follows
 from tests.blocksparse.test_scatter_reduce import expected
+from tests.graphs import follows
 
 
 @pytest.mark.native

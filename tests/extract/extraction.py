@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gossamer import nn
+from gossamer.extract import extract
 
 D_IN, D_SAE = 16, 192
 SIZES = {"batch_size": 32, "shard_rows": 64, "top": 5}
@@ -26,7 +27,13 @@ def activations(rows: int = 300) -> Tensor:
 
 def contents(folder: Path) -> dict[str, bytes]:
     """The bytes of all files by their names."""
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
+    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
+
+
+def one_run(folder: Path, source: Any, sae: Any) -> dict[str, bytes]:
+    """The files that one run leaves in a folder."""
+    extract(source, sae, folder, **SIZES)
+    return contents(folder)
 
 
 def stop_at(rows: int) -> Any:

@@ -18,7 +18,7 @@ from gossamer import nn
 from gossamer._core import files
 from gossamer.extract import Extraction, extract
 from gossamer.extract import folder as disk
-from tests.extract.extraction import D_IN, D_SAE, SIZES, Killed, activations, contents, model, stop_at, threads
+from tests.extract.extraction import D_IN, D_SAE, SIZES, Killed, activations, contents, model, one_run, stop_at, threads
 
 pytestmark = pytest.mark.native
 
@@ -98,9 +98,8 @@ def test_killed_as_it_begins(left: str, device: torch.device, tmp_path: Path) ->
     partial = tmp_path / "out" / ".manifest.json.partial"
     partial.mkdir(parents=True)
     (partial / "manifest.json").write_text(left)
-    for name in ("out", "expected"):
-        extract(x, sae, tmp_path / name, **SIZES)
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    extract(x, sae, tmp_path / "out", **SIZES)
+    assert contents(tmp_path / "out") == one_run(tmp_path / "whole", x, sae)
 
 
 def test_who_may_read_it(device: torch.device, tmp_path: Path) -> None:
@@ -121,8 +120,7 @@ def test_two_runs_at_once(device: torch.device, tmp_path: Path, monkeypatch: pyt
             extract(x, sae, tmp_path / "out", **SIZES)
 
     extract(x, sae, tmp_path / "out", progress=second, **SIZES)
-    extract(x, sae, tmp_path / "expected", **SIZES)
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert contents(tmp_path / "out") == one_run(tmp_path / "whole", x, sae)
     code = "import sys, time; from pathlib import Path; from gossamer.extract.folder import locked\n"
     code += "with locked('a', Path(sys.argv[1])):\n    print('taken', flush=True); time.sleep(100)"
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "out")], stdout=subprocess.PIPE)
@@ -184,8 +182,7 @@ def test_a_full_disk_leaves_whole_shards(
     assert not list((tmp_path / "out").glob("*.partial"))
     assert int(found.firing_counts.sum()) == found.nnz
     extract(x, sae, tmp_path / "out", **SIZES)
-    extract(x, sae, tmp_path / "expected", **SIZES)
-    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert contents(tmp_path / "out") == one_run(tmp_path / "whole", x, sae)
 
 
 def test_an_error_of_safetensors_without_a_number(
@@ -286,17 +283,13 @@ def test_files_of_others_are_left_alone(device: torch.device, tmp_path: Path) ->
     extract(x, sae, tmp_path, **SIZES)
     assert all((tmp_path / name).read_bytes() == b"mine" for name in ("shard-a.safetensors", "download.partial"))
     (tmp_path / "manifest.json").unlink()
-    before = contents_of_files(tmp_path)
+    before = contents(tmp_path)
     with pytest.raises(ValueError, match=r"shard-000000\.safetensors, but no manifest"):
         extract(x, sae, tmp_path, **SIZES)
-    assert contents_of_files(tmp_path) == before
+    assert contents(tmp_path) == before
     np.save(tmp_path / "acts.npy", x.numpy())
     with pytest.raises(ValueError, match="out must be another folder than that of the source"):
         extract(tmp_path / "acts.npy", sae, tmp_path, **SIZES)
-
-
-def contents_of_files(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir()) if file.is_file()}
 
 
 def test_what_makes_an_sae_another_one(device: torch.device, tmp_path: Path) -> None:
@@ -331,5 +324,4 @@ def test_a_source_that_is_not_the_same_again(device: torch.device, tmp_path: Pat
     with pytest.raises(ValueError, match="the source ended before row 128"):
         extract([x[:100]], sae, tmp_path / "a", **SIZES)
     extract(x.split(30), sae, tmp_path / "a", **SIZES)
-    extract(x, sae, tmp_path / "b", **SIZES)
-    assert contents(tmp_path / "a") == contents(tmp_path / "b")
+    assert contents(tmp_path / "a") == one_run(tmp_path / "whole", x, sae)

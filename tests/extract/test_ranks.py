@@ -16,14 +16,15 @@ import torch.distributed as dist
 
 from gossamer import nn
 from gossamer.extract import Extraction, extract
+from tests.extract.extraction import D_IN, D_SAE, SIZES, Killed, contents, model, stop_at
 
 pytestmark = [
     pytest.mark.native,
     pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs gloo"),
 ]
 
-D_IN, D_SAE, ROWS = 16, 192, 600
-SIZES = {"batch_size": 32, "shard_rows": 64, "top": 5}
+ROWS = 600
+CPU = torch.device("cpu")
 
 # What a rank does: one call after another, in one process for all of them, for it is starting that takes long.
 SCRIPT = """
@@ -70,11 +71,6 @@ def source() -> torch.Tensor:
     return torch.randn(192, D_IN, generator=torch.Generator().manual_seed(1)).repeat(4, 1)[:ROWS]
 
 
-def model() -> Any:
-    torch.manual_seed(0)
-    return nn.TopKSAE(D_IN, D_SAE, 6)
-
-
 def start(code: str, out: Path, ranks: int = 2) -> list[subprocess.Popen[str]]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -99,10 +95,6 @@ def finish(processes: list[subprocess.Popen[str]], codes: tuple[int, ...] = (0, 
     return [output for output, _ in found]
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
-
-
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
     before = torch.get_num_threads()
@@ -113,21 +105,11 @@ def one_thread() -> Any:
 
 def test_the_bytes_of_one_process(tmp_path: Path) -> None:
     """From nothing, after a break with another number of ranks, and with rows that make no whole round."""
-    x, sae = source(), model()
-
-    class Stopped(BaseException):
-        pass
-
-    def stop(at: int) -> Any:
-        def progress(done: int, total: int | None) -> None:
-            if done > at:
-                raise Stopped
-
-        return progress
+    x, sae = source(), model(CPU)
 
     for name in ("b", "c"):
-        with pytest.raises(Stopped):
-            extract(x, sae, tmp_path / name, progress=stop(200), **SIZES)
+        with pytest.raises(Killed):
+            extract(x, sae, tmp_path / name, progress=stop_at(224), **SIZES)
     sizes = (1, 64, 128, 130, ROWS)
     code = """
 seen = []
@@ -162,7 +144,7 @@ def test_a_rank_that_does_not_call_it(tmp_path: Path, monkeypatch: pytest.Monkey
         monkeypatch.setattr(dist, name, lambda value=value: value)
     monkeypatch.setattr(dist, "new_group", new_group)
     with pytest.raises(RuntimeError, match=r"has 2 ranks, and not all of them have come here. Call it on each of them"):
-        extract(source(), model(), tmp_path / "out", **SIZES)
+        extract(source(), model(CPU), tmp_path / "out", **SIZES)
 
 
 @pytest.mark.parametrize(
@@ -193,12 +175,12 @@ except RuntimeError as error:
                 assert process.returncode == 1 and "lost the others, for one of them has ended" in errors
         assert not Extraction(out).manifest["complete"]
     for name in ("out", "whole"):
-        extract(source(), model(), tmp_path / name, **SIZES)
+        extract(source(), model(CPU), tmp_path / name, **SIZES)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
 def test_the_command_line(tmp_path: Path) -> None:
-    nn.save_sae(model(), tmp_path / "model")
+    nn.save_sae(model(CPU), tmp_path / "model")
     np.save(tmp_path / "acts.npy", source().numpy())
     command = [sys.executable, "-c", "from gossamer.cli import main; main()", "sae", "extract"]
     command += [str(tmp_path / "model"), str(tmp_path / "acts.npy"), "--device", "cpu", "--top", "5"]
@@ -209,7 +191,7 @@ def test_the_command_line(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("600 rows, ") == 1
-    extract(source(), model(), tmp_path / "whole", **SIZES)
+    extract(source(), model(CPU), tmp_path / "whole", **SIZES)
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
 
@@ -244,7 +226,7 @@ together(lambda: (folder / "manifest.json").write_bytes(kept))
 print(message(x, model, out))
 print(message(x[:0], model, out))
 """
-    extract(source(), model(), tmp_path / "whole", **SIZES)
+    extract(source(), model(CPU), tmp_path / "whole", **SIZES)
     first, second = (output.splitlines() for output in finish(start(code, tmp_path / "out")))
     for number, said in ((1, "shard-000003.safetensors is damaged"), (2, "its rows from 192 on differ")):
         # Of rank 1, whose shard it is.
@@ -273,22 +255,15 @@ print(message(x + 5, model, out + "/b"))
 print(message(x if rank == 0 else x + 5, model, out + "/b"))
 print(message(x, model, out + "/b"))
 """
-    extract(source(), model(), tmp_path / "whole", **SIZES)
+    extract(source(), model(CPU), tmp_path / "whole", **SIZES)
     first, second = (output.splitlines() for output in finish(start(code, tmp_path)))
     elsewhere = "RuntimeError: extract: rank {} of 2 failed with "
+    differ = "ValueError: extract: every rank must get the same arguments, and rank 1 has"
     for mine, other, rank, message in (
-        (first[1], second[1], 0, "ValueError: extract: every rank must get the same arguments, and rank 1 has"),
-        (first[2], second[2], 0, "ValueError: extract: every rank must get the same arguments, and rank 1 has"),
-        (first[3], second[3], 0, "ValueError: extract: every rank must get the same arguments, and rank 1 has"),
+        *((first[line], second[line], 0, differ) for line in (1, 2, 3, 10)),
         (second[4], first[4], 1, "TypeError: extract: sae must have encode(x)"),
         (second[5], first[5], 1, "OSError: the disk of rank 1 is gone"),
         (first[8], second[8], 0, "ValueError: extract: "),
-        (
-            first[10],
-            second[10],
-            0,
-            "ValueError: extract: every rank must get the same arguments, and rank 1 has",
-        ),
     ):
         assert mine.startswith(message), mine
         assert other.startswith(elsewhere.format(rank) + message), other

@@ -12,6 +12,7 @@ from gossamer._core.ops import INTERPRET
 from gossamer.ffn import costs
 from gossamer.rowsparse import Density
 from tests.ffn.dense import METHODS, SMALL, call, check, dense, operands, value
+from tests.graphs import captured
 from tests.syncs import without_a_sync
 
 
@@ -252,10 +253,7 @@ def test_captured(device: torch.device, generator: torch.Generator) -> None:
     for m in (5, 300, 4500):
         a = operands((m, 256, 1032, 272), torch.bfloat16, device, generator, 1.5)
         for method in ("auto", *METHODS):
-            call(a, method=method)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                out = call(a, method=method)
+            graph, out = captured(lambda a=a, method=method: call(a, method=method))
             a["x"].neg_()
             graph.replay()
             check(a, out)

@@ -27,6 +27,7 @@ from tests.ffn.trained import (
     reference,
     taken,
 )
+from tests.graphs import captured
 from tests.syncs import without_a_sync
 
 
@@ -176,14 +177,7 @@ def test_captured(device: torch.device, generator: torch.Generator) -> None:
     def step() -> list[Tensor]:
         return list(gradients(ours, block(ours), grad).values())
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = step()
+    graph, out = captured(step)
     for seed in range(3):
         fresh, _ = drawn((256, 64, 512, 64), torch.bfloat16, device, torch.Generator(device).manual_seed(seed), 1.5)
         with torch.no_grad():
@@ -241,9 +235,3 @@ def test_large(gated: bool, device: torch.device, generator: torch.Generator) ->
         a["x"][::40, 0] = 32
         a["gate_bias"][::500] = 30.0
         check(taken(a, gated), grad)
-
-
-def test_second_derivatives_are_refused(device: torch.device, generator: torch.Generator) -> None:
-    ours = leaves(drawn(SMALL, torch.float32, device, generator, 1.0)[0])
-    with pytest.raises(NotImplementedError, match=r"ffn.gated: second derivatives are not implemented"):
-        torch.autograd.grad(block(ours).sum(), list(ours.values()), create_graph=True)

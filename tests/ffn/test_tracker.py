@@ -11,6 +11,7 @@ from gossamer import ffn, nn
 from gossamer._core import checks
 from gossamer.rowsparse import Density
 from tests.ffn.dense import METHODS, call, check, operands
+from tests.graphs import captured
 
 
 def chosen(known: Density | None, eager: bool) -> str:
@@ -87,9 +88,7 @@ def test_captured(device: torch.device, generator: torch.Generator) -> None:
         a, tracker = operands((m, 24, 300, 40), torch.float32, device, generator), ffn.BlockTracker(lag=1)
         for _ in range(4):
             call(a, density=tracker)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = call(a, density=tracker)
+        graph, out = captured(lambda a=a, tracker=tracker: call(a, density=tracker))
         assert tracker.last_path in METHODS
         for _ in range(2):
             out.fill_(float("nan"))

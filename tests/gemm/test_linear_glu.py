@@ -1,7 +1,5 @@
 """gemm.linear_glu, against the same in dense float64."""
 
-import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,39 +13,7 @@ from gossamer._core import tuning
 from gossamer.gemm._torch.linear_glu import GATES
 from gossamer.testing import assert_close
 from tests import strategies
-
-Leaves = dict[str, Tensor]
-
-
-def leaves_of(
-    m: int, n: int, k: int, generator: torch.Generator, dtype: torch.dtype, *, bias: bool = True, stacked: bool = False
-) -> Leaves:
-    """Named operands; numbers of the size that activations and initialised weights have."""
-    draw = lambda *size: torch.randn(*size, device=generator.device, generator=generator)  # noqa: E731
-    weight = (draw(2 * n, k) / max(k, 1) ** 0.5).to(dtype)
-    leaves = {"x": draw(m, k).to(dtype), "gate_weight": weight}
-    if not stacked:
-        leaves |= {"gate_weight": weight[:n].clone(), "up_weight": weight[n:].clone()}
-    if bias:
-        leaves |= {"gate_bias": draw(n).to(dtype), "up_bias": draw(n).to(dtype)}
-    return leaves
-
-
-def plain(activation: str, leaves: Leaves) -> Tensor:
-    """What a model computes without gossamer."""
-    gate_weight, up_weight = leaves["gate_weight"], leaves.get("up_weight")
-    if up_weight is None:
-        gate_weight, up_weight = gate_weight.chunk(2, 0)
-    linear = torch.nn.functional.linear
-    gate = linear(leaves["x"], gate_weight, leaves.get("gate_bias"))
-    return GATES[activation](gate) * linear(leaves["x"], up_weight, leaves.get("up_bias"))
-
-
-def gradients(function: Callable[[Leaves], Tensor], leaves: Leaves, grad: Tensor) -> tuple[Tensor, Leaves]:
-    leaves = {name: leaf.detach().clone().requires_grad_() for name, leaf in leaves.items()}
-    out = function(leaves)
-    out.backward(grad.to(out.dtype))
-    return out.detach(), {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None}
+from tests.gemm.gated import Leaves, doubled, leaves_of, plain
 
 
 def quartered(leaves: Leaves) -> Leaves:
@@ -60,10 +26,6 @@ def luckless(usual: Tensor) -> Tensor:
     """With few elements plain PyTorch may be right by luck even where an activation is rounded in float32: four of its
     steps more."""
     return usual.double() * (1 + 4 * torch.finfo(torch.float32).eps)
-
-
-def doubled(leaves: Leaves) -> Leaves:
-    return {name: leaf.double() for name, leaf in leaves.items()}
 
 
 @pytest.mark.parametrize("activation", GATES)
@@ -195,49 +157,6 @@ def test_a_launch_is_kept(m: int, device: torch.device, generator: torch.Generat
         assert_close(out, reference64=plain("silu", doubled(leaves)), plain=luckless(plain("silu", leaves)))
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("activation", GATES)
-def test_gradients(
-    activation: str, recompute: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    # Sizes that the copy engine of a GPU takes, and sizes that it does not.
-    for stacked, (m, n, k) in ((False, (200, 136, 72)), (True, (200, 136, 72)), (False, (200, 130, 70))):
-        leaves = leaves_of(m, n, k, generator, dtype, stacked=stacked)
-        grad = torch.randn(m, n, device=device, generator=generator).to(dtype)
-        ours = lambda a: gemm.linear_glu(**a, activation=activation, recompute=recompute)  # noqa: E731
-        out, got = gradients(ours, leaves, grad)
-        usual_out, usual = gradients(lambda a: plain(activation, a), leaves, grad)
-        wanted_out, wanted = gradients(lambda a: plain(activation, a), doubled(leaves), grad)
-        assert_close(out, reference64=wanted_out, plain=usual_out)
-        assert got.keys() == wanted.keys()
-        for name, gradient in got.items():
-            assert gradient.dtype is dtype
-            # The largest error of 136 sums of 200 rows is a matter of luck, for plain PyTorch as well.
-            factor = 3.0 if name.endswith("bias") else 2.0
-            assert_close(gradient, reference64=wanted[name], plain=usual[name], factor=factor, name=name)
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("stacked", [False, True])
-def test_a_backward_pass_under_another_autocast(
-    stacked: bool, recompute: bool, device: torch.device, generator: torch.Generator
-) -> None:
-    """It computes in the dtype of the forward pass."""
-    leaves = leaves_of(9, 24, 16, generator, torch.float32, stacked=stacked)
-    grad = torch.randn(9, 24, device=device, generator=generator)
-    ours = lambda a: gemm.linear_glu(**a, recompute=recompute)  # noqa: E731
-    _, wanted = gradients(ours, leaves, grad)
-    with torch.autocast(device.type, dtype=torch.bfloat16):
-
-        def outside(a: Leaves) -> Tensor:
-            with torch.autocast(device.type, enabled=False):
-                return ours(a)
-
-        _, got = gradients(outside, leaves, grad)
-    for name, gradient in got.items():
-        assert torch.equal(gradient, wanted[name]), name
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "m, n, k",
@@ -271,64 +190,6 @@ def test_shared_tiles(m: int, n: int, k: int, dtype: torch.dtype, generator: tor
         assert all(torch.equal(out, first) for out in (*outs, *captured))
 
 
-@pytest.mark.native
-@pytest.mark.parametrize("activation", GATES)
-def test_gradcheck(activation: str, generator: torch.Generator) -> None:
-    for stacked in (False, True):
-        leaves = leaves_of(3, 4, 5, torch.Generator().manual_seed(0), torch.float64, stacked=stacked)
-        names, values = list(leaves), [leaf.requires_grad_() for leaf in leaves.values()]
-        for recompute in (False, True):
-            run = lambda *a: gemm.linear_glu(**dict(zip(names, a)), activation=activation, recompute=recompute)  # noqa: B023, E731
-            assert torch.autograd.gradcheck(run, values)
-
-
-@pytest.mark.parametrize("wanted", ["x", "gate_weight", "up_weight", "gate_bias", "up_bias"])
-def test_each_gradient_alone(wanted: str, device: torch.device, generator: torch.Generator) -> None:
-    leaves = leaves_of(9, 8, 7, generator, torch.float32)
-    exact = doubled(leaves)
-    for one in (leaves, exact):
-        one[wanted].requires_grad_()
-    for recompute in (False, True):
-        (got,) = torch.autograd.grad(gemm.linear_glu(**leaves, recompute=recompute).sum(), leaves[wanted])
-        (want,) = torch.autograd.grad(plain("silu", exact).sum(), exact[wanted])
-        torch.testing.assert_close(got.double(), want, rtol=1e-4, atol=1e-5)
-
-
-def test_backward_twice_is_right(device: torch.device, generator: torch.Generator) -> None:
-    """Nothing that is kept is overwritten."""
-    leaves = {name: leaf.requires_grad_() for name, leaf in leaves_of(9, 8, 7, generator, torch.float32).items()}
-    for recompute in (False, True):
-        out = gemm.linear_glu(**leaves, recompute=recompute)
-        first = torch.autograd.grad(out.sum(), list(leaves.values()), retain_graph=True)
-        second = torch.autograd.grad(out.sum(), list(leaves.values()))
-        assert all(torch.equal(a, b) for a, b in zip(first, second))
-
-
-def test_second_derivatives_are_refused(device: torch.device) -> None:
-    x, w = torch.ones(2, 3, device=device, requires_grad=True), torch.ones(4, 3, device=device)
-    for recompute in (False, True):
-        out = gemm.linear_glu(x, w, recompute=recompute)
-        with pytest.raises(NotImplementedError, match=r"gemm\.linear_glu: second derivatives"):
-            torch.autograd.grad(out.sum(), x, create_graph=True)
-
-
-def test_what_a_backward_pass_keeps(device: torch.device, generator: torch.Generator) -> None:
-    """Bytes beside operands and result: gate and up, or nothing."""
-    leaves = leaves_of(64, 96, 32, generator, torch.float32)
-    given = {leaf.data_ptr() for leaf in leaves.values()}
-    leaves["x"].requires_grad_()
-    for recompute, wanted in ((False, 2 * 64 * 96 * 4), (True, 0)):
-        kept: dict[int, int] = {}
-
-        def pack(tensor: Tensor) -> Tensor:
-            kept[tensor.data_ptr()] = tensor.numel() * tensor.element_size()  # noqa: B023
-            return tensor
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            gemm.linear_glu(**leaves, recompute=recompute)
-        assert sum(size for pointer, size in kept.items() if pointer not in given) == wanted
-
-
 def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device) -> None:
     x = torch.tensor([[float("nan"), 1.0], [float("inf"), 1.0], [1.0, 1.0]], device=device)
     w = torch.tensor([[1.0, 0.5], [0.5, 1.0]], device=device)
@@ -343,51 +204,6 @@ def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device) -> 
 def test_names_of_hugging_face(alias: str, name: str, device: torch.device, generator: torch.Generator) -> None:
     leaves = leaves_of(3, 4, 5, generator, torch.float32)
     assert torch.equal(gemm.linear_glu(**leaves, activation=alias), gemm.linear_glu(**leaves, activation=name))
-
-
-def clamped(gate: Tensor, up: Tensor) -> Tensor:
-    """The gate of gpt-oss, as its model code has it, with limits that these numbers reach."""
-    gate, up = gate.clamp(min=None, max=1.0), up.clamp(min=-1.0, max=1.0)
-    return (up + 1) * (gate * torch.sigmoid(gate * 1.702))
-
-
-def times(function: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda gate, up: function(gate) * up
-
-
-FUNCTIONS = [
-    (torch.tanh, times(torch.tanh)),
-    (torch.nn.SiLU(), times(torch.nn.functional.silu)),
-    (gemm.ClampedSwiGLU(limit=1.0), clamped),
-]
-
-
-@pytest.mark.parametrize("recompute", [False, True])
-@pytest.mark.parametrize("stacked", [False, True])
-@pytest.mark.parametrize("activation, gate", FUNCTIONS, ids=["tanh", "SiLU", "clamped"])
-def test_a_function_as_activation(
-    activation: Any,
-    gate: Callable[[Tensor, Tensor], Tensor],
-    stacked: bool,
-    recompute: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-) -> None:
-    leaves = leaves_of(40, 24, 16, generator, dtype, stacked=stacked)
-
-    def usual(a: Leaves) -> Tensor:
-        weights = a["gate_weight"].chunk(2, 0) if stacked else (a["gate_weight"], a["up_weight"])
-        biases = (a["gate_bias"], a["up_bias"])
-        return gate(*(torch.nn.functional.linear(a["x"], w, b) for w, b in zip(weights, biases)))
-
-    grad = torch.randn(40, 24, device=device, generator=generator).to(dtype)
-    ours = lambda a: gemm.linear_glu(**a, activation=activation, recompute=recompute)  # noqa: E731
-    runs = [gradients(f, a, grad) for f, a in ((ours, leaves), (usual, doubled(leaves)), (usual, leaves))]
-    assert runs[0][0].dtype is dtype and runs[0][1].keys() == leaves.keys()
-    results = [{"out": out, **grads} for out, grads in runs]
-    for name, got in results[0].items():
-        assert_close(got, reference64=results[1][name], plain=results[2][name], name=name)
 
 
 def test_a_function_under_autocast(device: torch.device, generator: torch.Generator) -> None:
@@ -434,47 +250,6 @@ def test_out_compiled(device: torch.device, generator: torch.Generator, compiled
     leaves, out = leaves_of(9, 8, 7, generator, torch.float32), torch.empty(9, 8, device=device)
     compiled(lambda a, o: gemm.linear_glu(**a, out=o))(leaves, out)
     torch.testing.assert_close(out, gemm.linear_glu(**leaves))
-
-
-@pytest.mark.native
-def test_compile(device: torch.device, generator: torch.Generator, compiled: Any) -> None:
-    leaves = {name: leaf.requires_grad_() for name, leaf in leaves_of(9, 8, 7, generator, torch.float32).items()}
-    for recompute in (False, True):
-        run = lambda a: gemm.linear_glu(**a, recompute=recompute)  # noqa: B023, E731
-        fast = compiled(run)
-        torch.testing.assert_close(fast(leaves), run(leaves))
-        for got, want in zip(
-            *(torch.autograd.grad(f(leaves).square().sum(), list(leaves.values())) for f in (fast, run))
-        ):
-            torch.testing.assert_close(got, want)
-
-
-@pytest.mark.native
-def test_autocast(device: torch.device, generator: torch.Generator) -> None:
-    leaves = leaves_of(9, 8, 7, generator, torch.float32)
-    half = {name: leaf.bfloat16() if "bias" not in name else leaf for name, leaf in leaves.items()}
-    with torch.autocast(device.type, torch.bfloat16):
-        out = gemm.linear_glu(**leaves)
-    assert out.dtype is torch.bfloat16
-    torch.testing.assert_close(out, gemm.linear_glu(**half))
-    grads = []
-    for enabled in (True, False):
-        given = {n: leaf.detach().clone().requires_grad_() for n, leaf in (leaves if enabled else half).items()}
-        with torch.autocast(device.type, torch.bfloat16, enabled=enabled):
-            out = gemm.linear_glu(**given)
-        out.float().square().sum().backward()
-        grads.append({n: leaf.grad for n, leaf in given.items()})
-    for name, grad in grads[0].items():
-        assert grad is not None and grad.dtype is torch.float32
-        torch.testing.assert_close(grad, grads[1][name].float(), rtol=0.02, atol=0.02)
-
-
-def test_frozen_parts_get_no_gradient(device: torch.device, generator: torch.Generator) -> None:
-    leaves = leaves_of(9, 8, 7, generator, torch.float32)
-    leaves["x"].requires_grad_()
-    gemm.linear_glu(**leaves).sum().backward()
-    assert leaves["x"].grad is not None and leaves["gate_weight"].grad is None
-    assert not gemm.linear_glu(**copy.deepcopy({n: leaf.detach() for n, leaf in leaves.items()})).requires_grad
 
 
 X4, W64, B5 = torch.ones(2, 4), torch.ones(6, 4), torch.ones(5)

@@ -10,6 +10,28 @@ from gossamer import nn
 from gossamer.testing import assert_close
 
 D_IN, D_OUT, D_SAE = 16, 10, 96
+CLASSES = {
+    "topk": nn.TopKSAE,
+    "batchtopk": nn.BatchTopKSAE,
+    "jumprelu": nn.JumpReLUSAE,
+    "matryoshka": nn.MatryoshkaSAE,
+    "matryoshka batch": nn.MatryoshkaBatchTopKSAE,
+    "standard": nn.StandardSAE,
+    "gated": nn.GatedSAE,
+    "transcoder": nn.Transcoder,
+    "batchtopk transcoder": nn.BatchTopKTranscoder,
+    "jumprelu transcoder": nn.JumpReLUTranscoder,
+}
+AUX = {"aux_coefficient": 0.3, "aux_k": 8}
+RECIPES: dict[str, dict[str, Any]] = {
+    "step": {},
+    "quadratic": {"penalty": "quadratic", "target_l0": 5.0},
+    "tanh": {"penalty": "tanh", "tanh_scale": 3.0},
+    "step, to input": {"ste_to_input": True},
+    "quadratic, to input": {"penalty": "quadratic", "target_l0": 5.0, "ste_to_input": True},
+    "anthropic": {"penalty": "tanh", "ste_to_input": True, "pre_act_coefficient": 0.01},
+}
+"""JumpReLU's."""
 
 
 class Terms(NamedTuple):
@@ -198,33 +220,27 @@ def targets(x: Tensor) -> Tensor:
 
 
 def make(kind: str, device: torch.device, **options: Any) -> Any:
-    """A model whose parameters are nowhere 0, so that each gradient has something to say."""
+    """A model whose parameters are nowhere 0, so that each gradient has something to say; rows have about 6 latents."""
     torch.manual_seed(0)
-    if kind == "topk":
-        model: Any = nn.TopKSAE(D_IN, D_SAE, 6, device=device, **options)
-    elif kind == "batchtopk":
-        model = nn.BatchTopKSAE(D_IN, D_SAE, 6, device=device, **options)
-    elif kind in ("matryoshka", "matryoshka batch"):
-        made = nn.MatryoshkaSAE if kind == "matryoshka" else nn.MatryoshkaBatchTopKSAE
-        model = made(D_IN, D_SAE, 6, device=device, **{"widths": (8, 30, D_SAE)} | options)
-    elif kind == "standard":
-        model = nn.StandardSAE(D_IN, D_SAE, device=device, **options)
-    elif kind == "gated":
-        model = nn.GatedSAE(D_IN, D_SAE, device=device, **options)
-    elif kind == "transcoder":
-        model = nn.Transcoder(D_IN, D_OUT, D_SAE, 6, device=device, **options)
-    elif kind == "batchtopk transcoder":
-        model = nn.BatchTopKTranscoder(D_IN, D_OUT, D_SAE, 6, device=device, **options)
-    elif kind == "jumprelu transcoder":
-        options = {"bandwidth": 0.2, "initial_threshold": 0.4, "l0_coefficient": 0.01} | options
-        model = nn.JumpReLUTranscoder(D_IN, D_OUT, D_SAE, device=device, **options)
-    else:
-        options = {"bandwidth": 0.2, "initial_threshold": 0.4, "l0_coefficient": 0.01} | options
-        model = nn.JumpReLUSAE(D_IN, D_SAE, device=device, **options)
+    sizes = (D_IN, D_OUT, D_SAE) if kind.endswith("transcoder") else (D_IN, D_SAE)
+    model: Any = CLASSES[kind](*sizes, device=device, **{**usual(kind), **options})
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += 0.1 * torch.randn_like(parameter)
+        if kind in ("standard", "gated"):
+            # ReLU would keep half of all latents.
+            model.W_enc.mul_(4)
+            (model.b_enc if kind == "standard" else model.b_gate).sub_(0.8)
     return model
+
+
+def usual(kind: str) -> dict[str, Any]:
+    """The arguments without which a class has no rows of a few latents."""
+    if kind in ("standard", "gated"):
+        return {}
+    if kind.startswith("jumprelu"):
+        return {"bandwidth": 0.2, "initial_threshold": 0.4, "l0_coefficient": 0.01}
+    return {"k": 6, **({"widths": (8, 30, D_SAE)} if kind.startswith("matryoshka") else {})}
 
 
 def given(model: Any, x: Tensor) -> tuple[Tensor, ...]:
@@ -240,6 +256,7 @@ def compare_compiled(model: Any, x: Tensor, compiled: Any) -> nn.SAELoss:
     torch.testing.assert_close(got.loss, want.loss)
     torch.testing.assert_close(gradients(got, model), gradients(want, eager))
     assert torch.equal(model.steps_since_fired, eager.steps_since_fired)
+    assert torch.equal(model.firing_counts, eager.firing_counts)
     return got
 
 

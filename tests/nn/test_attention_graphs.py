@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gossamer.attention import AdaptiveK
 from gossamer.nn import GatedSparseAttention
-from tests.attention.graphs import check_replays
+from tests.graphs import follows
 
 pytestmark = pytest.mark.gpu
 
@@ -32,7 +32,7 @@ def layer(device: torch.device, **options: Any) -> GatedSparseAttention:
 def test_layer(options: dict[str, Any], device: torch.device) -> None:
     module, x = layer(device, **options), torch.randn(2, 150, 64, device=device)
     with torch.no_grad():
-        check_replays(lambda: (module(x),), (x,), **NEAR)
+        follows(lambda: (module(x),), x, **NEAR)
 
 
 @pytest.mark.parametrize("gradient", ["none", "straight_through"])
@@ -44,7 +44,7 @@ def test_training_step(gradient: str, device: torch.device) -> None:
         out = module(x)
         return (out.detach(), *torch.autograd.grad(out.square().mean(), (x, *learns)))
 
-    check_replays(call, (x,), **NEAR)
+    follows(call, x, **NEAR)
 
 
 @pytest.mark.parametrize("page_size", [None, 16])

@@ -10,13 +10,11 @@ from torch import Tensor
 
 from gossamer import nn
 from tests.nn import dense
-from tests.syncs import without_a_sync
 
-AUX = {"aux_coefficient": 0.3, "aux_k": 8}
-PRE = {"pre_act_coefficient": 0.05}
+AUX = dense.AUX
 KINDS: dict[str, dict[str, Any]] = {
     **{"topk": AUX, "batchtopk": AUX, "matryoshka": AUX},
-    **{"transcoder": AUX | {"skip": True}, "jumprelu": PRE},
+    **{"transcoder": AUX | {"skip": True}, "jumprelu": {"pre_act_coefficient": 0.05}},
 }
 
 
@@ -55,17 +53,6 @@ def test_how_many_are_taken_by_default(kind: str, device: torch.device, generato
     assert nn.Transcoder(9, 5, 30, 2).aux_k == 4 and nn.TopKSAE(9, 3, 2).aux_k == 3 and nn.TopKSAE(1, 3, 2).aux_k == 1
 
 
-def test_leading_dimensions_and_evaluation(device: torch.device, generator: torch.Generator) -> None:
-    x = dense.sample(40, generator)
-    for kind in KINDS:
-        model = model_with_dead(kind, x, 12)
-        many = copy.deepcopy(model)
-        got = many.loss(*(t.view(2, 5, 4, -1) for t in dense.given(model, x)))
-        for ours, theirs in zip(got, model.loss(*dense.given(model, x))):
-            torch.testing.assert_close(ours.reshape(theirs.shape), theirs)
-        assert model.eval().loss(*dense.given(model, x)).dead_loss.item() == 0
-
-
 def test_dead_after_as_many_calls(device: torch.device) -> None:
     model = nn.TopKSAE(4, 8, 1, dead_after=3, device=device)
     x = model.W_dec[2:3].detach().clone()
@@ -97,52 +84,6 @@ def test_dead_latents_come_back(kind: str, device: torch.device) -> None:
     before, after = revived(kind, device, **{name: coefficient})
     _, left = revived(kind, device, **{name: 0.0})
     assert before == 30 and after + 8 <= left
-
-
-def test_autocast(device: torch.device, generator: torch.Generator) -> None:
-    x = dense.sample(40, generator)
-    for kind in KINDS:
-        model = model_with_dead(kind, x, 12)
-        wide = copy.deepcopy(model).loss(*dense.given(model, x))
-        with torch.autocast(device.type, torch.bfloat16):
-            got = model.loss(*dense.given(model, x))
-        assert got.reconstruction.dtype is torch.bfloat16 and got.loss.dtype is got.dead_loss.dtype is torch.float32
-        torch.testing.assert_close(got.dead_loss, wide.dead_loss, rtol=0.05, atol=0)
-        got.loss.backward()
-        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
-
-
-def test_dtypes(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
-    x = dense.sample(40, generator)
-    for kind in KINDS:
-        model = model_with_dead(kind, x, 12)
-        narrow = dense.make(kind, device, **KINDS[kind], dtype=dtype)
-        narrow.load_state_dict(model.state_dict())
-        narrow.dead_after = model.dead_after
-        got, wide = (m.loss(*(t.to(m.W_enc.dtype) for t in dense.given(m, x))) for m in (narrow, model))
-        assert got.loss.dtype is got.dead_loss.dtype is torch.float32 and got.reconstruction.dtype is dtype
-        torch.testing.assert_close(got.loss, wide.loss, rtol=0.05, atol=0)
-        torch.testing.assert_close(got.dead_loss, wide.dead_loss, rtol=0.05, atol=0)
-        for name, grad in dense.gradients(got, narrow).items():
-            assert grad.dtype is narrow.get_parameter(name).dtype and bool(grad.isfinite().all())
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_compile(kind: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
-    x = dense.sample(40, generator)
-    assert dense.compare_compiled(model_with_dead(kind, x, 12), x, compiled).dead_loss > 0
-
-
-@pytest.mark.gpu
-def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -> None:
-    x = dense.sample(64, generator)
-    for kind in KINDS:
-        model = model_with_dead(kind, x, 12)
-        given = dense.given(model, x)
-        model.loss(*given).loss.backward()
-        with without_a_sync():
-            model.loss(*given).loss.backward()
-            model.dead()
 
 
 @pytest.mark.parametrize(

@@ -85,14 +85,6 @@ def test_the_loss_of_no_rows_is_0(
         assert parameter.grad is None or not parameter.grad.any(), name
 
 
-@pytest.mark.parametrize("path", ["sparse", "dense"])
-def test_second_derivatives_are_refused_by_a_name_that_is_known(path: str, device: torch.device) -> None:
-    model = nn.TopKSAE(8, 32, 4, device=device)
-    model.density.pinned = path
-    with pytest.raises(NotImplementedError, match=r"^sae\.encode: second derivatives"):
-        torch.autograd.grad(model.loss(torch.ones(2, 8, device=device)).loss, model.W_enc, create_graph=True)
-
-
 def test_the_path_follows_the_rows(device: torch.device, generator: torch.Generator) -> None:
     """Half of 512 latents fire: dense from the first call in training on; in inference once that is known."""
     model, x = nn.JumpReLUSAE(32, 512, device=device), torch.randn(200, 32, device=device, generator=generator)

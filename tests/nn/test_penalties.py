@@ -1,6 +1,5 @@
 """JumpReLUSAE's penalties and estimates, against dense PyTorch."""
 
-import copy
 from typing import Any
 
 import pytest
@@ -8,26 +7,16 @@ import torch
 
 from gossamer import nn
 from tests.nn import dense
-from tests.syncs import without_a_sync
-
-RECIPES: dict[str, dict[str, Any]] = {
-    "step": {},
-    "quadratic": {"penalty": "quadratic", "target_l0": 5.0},
-    "tanh": {"penalty": "tanh", "tanh_scale": 3.0},
-    "step, to input": {"ste_to_input": True},
-    "quadratic, to input": {"penalty": "quadratic", "target_l0": 5.0, "ste_to_input": True},
-    "anthropic": {"penalty": "tanh", "ste_to_input": True, "pre_act_coefficient": 0.01},
-}
 
 
 # At 4 slots most rows overflow, at 16 some, at None none.
 @pytest.mark.parametrize("capacity", [None, 16, 4])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", dense.RECIPES)
 def test_loss_and_gradients(
     recipe: str, capacity: int | None, device: torch.device, generator: torch.Generator
 ) -> None:
     x = dense.sample(40, generator)
-    model = dense.make("jumprelu", device, capacity=capacity, l0_coefficient=0.2, **RECIPES[recipe])
+    model = dense.make("jumprelu", device, capacity=capacity, l0_coefficient=0.2, **dense.RECIPES[recipe])
     dense.kill(model, x, 12)
     over = (model.encode(x).counts > (capacity or dense.D_SAE)).float().mean().item()
     assert over == 0 if capacity is None else 0 < over < 1 if capacity == 16 else over > 0.8
@@ -36,17 +25,17 @@ def test_loss_and_gradients(
     assert all(grad.any() for grad in grads.values())
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", dense.RECIPES)
 def test_a_window_that_reaches_below_0(recipe: str, device: torch.device, generator: torch.Generator) -> None:
     """Pre-activations below 0 are in it too."""
     options = {"initial_threshold": 0.05, "bandwidth": 0.4, "l0_coefficient": 0.2}
-    dense.compare(dense.make("jumprelu", device, **options, **RECIPES[recipe]), dense.sample(40, generator))
+    dense.compare(dense.make("jumprelu", device, **options, **dense.RECIPES[recipe]), dense.sample(40, generator))
 
 
 def test_settings_change_something(device: torch.device, generator: torch.Generator) -> None:
     """Each recipe has gradients of its own; a reference that ignored a setting would not see it ignored."""
     x, found = dense.sample(40, generator), []
-    for recipe in RECIPES.values():
+    for recipe in dense.RECIPES.values():
         model = dense.make("jumprelu", device, l0_coefficient=0.2, **recipe)
         found.append(dense.gradients(model.loss(x), model))
     for i, one in enumerate(found):
@@ -72,35 +61,6 @@ def test_quadratic_reaches_its_target(target: float, device: torch.device) -> No
         l0s.append(got.l0)
     assert abs(torch.stack(l0s[-50:]).mean().item() / target - 1) < 0.25
     assert abs(l0s[0].item() / target - 1) > 0.3
-
-
-def test_autocast(device: torch.device, generator: torch.Generator) -> None:
-    x = dense.sample(40, generator)
-    for recipe in RECIPES.values():
-        model = dense.make("jumprelu", device, **recipe)
-        wide = copy.deepcopy(model).loss(x)
-        with torch.autocast(device.type, torch.bfloat16):
-            got = model.loss(x)
-        assert got.loss.dtype is got.l0_penalty.dtype is torch.float32
-        torch.testing.assert_close(got.l0_penalty, wide.l0_penalty, rtol=0.05, atol=0)
-        got.loss.backward()
-        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
-
-
-@pytest.mark.parametrize("recipe", ["quadratic, to input", "anthropic"])
-def test_compile(recipe: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
-    model = dense.make("jumprelu", device, **RECIPES[recipe])
-    dense.compare_compiled(model, dense.sample(40, generator), compiled)
-
-
-@pytest.mark.gpu
-def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -> None:
-    x = dense.sample(64, generator)
-    for recipe in RECIPES.values():
-        model = dense.make("jumprelu", device, **recipe)
-        model.loss(x).loss.backward()
-        with without_a_sync():
-            model.loss(x).loss.backward()
 
 
 @pytest.mark.parametrize(

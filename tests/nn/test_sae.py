@@ -1,6 +1,5 @@
 """TopKSAE and JumpReLUSAE, against the same autoencoders in dense PyTorch."""
 
-import copy
 import sys
 from typing import Any
 
@@ -11,41 +10,9 @@ from torch import Tensor
 from gossamer import gemm, nn, sae
 from gossamer.nn._placement import Here
 from gossamer.rowsparse import Rows
-from gossamer.testing import assert_close
-from tests.syncs import without_a_sync
+from tests.nn.dense import sample
 
 D_IN, D_SAE = 16, 96
-
-
-class Threshold(torch.autograd.Function):
-    """(acts, active) with the published straight-through estimates, dense."""
-
-    @staticmethod
-    def forward(ctx: Any, z: Tensor, threshold: Tensor, bandwidth: float) -> tuple[Tensor, Tensor]:
-        ctx.save_for_backward(z, threshold)
-        ctx.bandwidth = bandwidth
-        return z * (z > threshold), (z > threshold).to(z.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad_acts: Tensor, grad_active: Tensor) -> tuple[Tensor, Tensor, None]:
-        z, threshold = ctx.saved_tensors
-        near = ((z - threshold).abs() < ctx.bandwidth / 2).to(z.dtype) / ctx.bandwidth
-        return grad_acts * (z > threshold), (-near * (threshold * grad_acts + grad_active)).sum(0), None
-
-
-def dense_loss(model: nn.TopKSAE | nn.JumpReLUSAE, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(loss, l0) of the model's parameters by dense PyTorch."""
-    if isinstance(model, nn.TopKSAE):
-        z = (x - model.b_dec) @ model.W_enc + model.b_enc
-        values, indices = z.topk(model.k)
-        acts = torch.zeros_like(z).scatter(1, indices, values.relu())
-        l0, penalty = (acts != 0).sum(-1).to(z.dtype).mean(), 0.0
-    else:
-        z = x @ model.W_enc + model.b_enc
-        acts, active = Threshold.apply(z, model.threshold, model.bandwidth)
-        l0 = active.sum(-1).mean()
-        penalty = model.l0_coefficient * l0
-    return (acts @ model.W_dec + model.b_dec - x).square().sum(-1).mean() + penalty, l0.detach()
 
 
 def models(**options: Any) -> list[nn.TopKSAE | nn.JumpReLUSAE]:
@@ -54,15 +21,6 @@ def models(**options: Any) -> list[nn.TopKSAE | nn.JumpReLUSAE]:
         nn.TopKSAE(D_IN, D_SAE, 6, **options),
         nn.JumpReLUSAE(D_IN, D_SAE, bandwidth=0.2, initial_threshold=0.4, l0_coefficient=0.01, **options),
     ]
-
-
-def sample(m: int, generator: torch.Generator) -> Tensor:
-    """Rows that are sums of few out of 40 fixed directions."""
-    directions = torch.nn.functional.normalize(
-        torch.randn(40, D_IN, generator=torch.Generator(generator.device).manual_seed(1), device=generator.device)
-    )
-    fired = torch.rand(m, 40, generator=generator, device=generator.device)
-    return ((fired < 0.08) * (0.5 + fired * 12)) @ directions
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
@@ -80,31 +38,6 @@ def test_initialisation(dtype: torch.dtype, device: torch.device) -> None:
     assert isinstance(model, nn.JumpReLUSAE) and model.threshold.dtype is wide
     torch.testing.assert_close(model.threshold, torch.full_like(model.threshold, 0.4))
     assert {name for name, _ in model.named_parameters()} == {"W_enc", "W_dec", "b_enc", "b_dec", "log_threshold"}
-
-
-def test_loss_and_gradients(device: torch.device, generator: torch.Generator) -> None:
-    """Against dense PyTorch, in float64 too; L0 is a count, and equal."""
-    x = sample(30, generator)
-    for model in models(device=device):
-        with torch.no_grad():
-            model.b_dec.normal_(0, 0.1, generator=generator)
-            model.b_enc.normal_(0, 0.1, generator=generator)
-        got = model.loss(x)
-        parameters = dict(model.named_parameters())
-        grads = torch.autograd.grad(got.loss, parameters.values())
-        plain, l0 = dense_loss(model, x)
-        plain_grads = torch.autograd.grad(plain, parameters.values())
-        exact_model = copy.deepcopy(model).double()
-        exact, _ = dense_loss(exact_model, x.double())
-        exact_parameters = [exact_model.get_parameter(name) for name in parameters]
-        exact_grads = torch.autograd.grad(exact, exact_parameters)
-        assert_close(got.loss, reference64=exact, plain=plain)
-        assert got.l0.item() == l0.item() and not got.l0.requires_grad
-        torch.testing.assert_close(got.loss, got.mse + got.l0_penalty)
-        torch.testing.assert_close(got.mse, (got.reconstruction - x).square().sum(-1).mean())
-        assert got.l0_penalty.item() == pytest.approx(0 if isinstance(model, nn.TopKSAE) else 0.01 * l0.item())
-        for name, ours, usual, wanted in zip(parameters, grads, plain_grads, exact_grads):
-            assert_close(ours, reference64=wanted, plain=usual, name=f"{type(model).__name__} {name}")
 
 
 def test_modules_are_thin(device: torch.device, generator: torch.Generator) -> None:
@@ -149,18 +82,6 @@ def test_firing_counts(device: torch.device, generator: torch.Generator) -> None
         torch.testing.assert_close(other(x), model.eval()(x))
 
 
-def test_autocast(device: torch.device, generator: torch.Generator) -> None:
-    x = sample(30, generator)
-    for model in models(device=device):
-        with torch.autocast(device.type, torch.bfloat16):
-            assert model.encode(x).dtype is torch.bfloat16
-            got = model.loss(x)
-        assert got.reconstruction.dtype is torch.bfloat16 and got.loss.dtype is got.l0.dtype is torch.float32
-        got.loss.backward()
-        assert all(p.grad is not None and p.grad.dtype is torch.float32 for p in model.parameters())
-        torch.testing.assert_close(got.loss, model.loss(x).loss, rtol=0.05, atol=0)
-
-
 def test_terms_of_the_loss_are_apart(device: torch.device, generator: torch.Generator) -> None:
     """What is done to one in place, as in accumulating over batches, does not show in another."""
     x = sample(30, generator)
@@ -182,39 +103,6 @@ def test_a_loss_is_shown_in_a_line(device: torch.device, generator: torch.Genera
     assert repr(loss) == f"SAELoss({numbers}, reconstruction=float32 [3, 16], dead_loss=0, further_mse=0)"
     shapes = nn.SAELoss(*(part.to("meta") for part in loss))
     assert str(shapes).startswith("SAELoss(loss=float32 [], mse=float32 [], ")
-
-
-def test_rows_that_lie_apart(device: torch.device, generator: torch.Generator) -> None:
-    """Transposed dimensions change nothing but the order."""
-    x = sample(30, generator).view(5, 6, -1)
-    for model in models(device=device):
-        want = model.loss(x)
-        got = model.loss(x.transpose(0, 1).contiguous().transpose(0, 1))
-        torch.testing.assert_close(got.loss, want.loss)
-        torch.testing.assert_close(got.reconstruction, want.reconstruction)
-
-
-def test_compile(device: torch.device, generator: torch.Generator, compiled: Any) -> None:
-    x = sample(30, generator)
-    for model in models(device=device):
-        want = model.loss(x)
-        wanted = torch.autograd.grad(want.loss, list(model.parameters()))
-        counts = model.firing_counts.clone()
-        got = compiled(lambda x: model.loss(x))(x)  # noqa: B023
-        grads = torch.autograd.grad(got.loss, list(model.parameters()))
-        torch.testing.assert_close(got.loss, want.loss)
-        for ours, theirs in zip(grads, wanted):
-            torch.testing.assert_close(ours, theirs)
-        assert torch.equal(model.firing_counts, 2 * counts)
-
-
-@pytest.mark.gpu
-def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -> None:
-    x = sample(64, generator)
-    for model in models(device=device):
-        model.loss(x).loss.backward()
-        with without_a_sync():
-            model.loss(x).loss.backward()
 
 
 @pytest.mark.parametrize(

@@ -65,34 +65,6 @@ def test_products(
             )
 
 
-def test_any_layout(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
-    source, dense = layer(6, 20, 50, dtype, device, generator)
-    weight = torch.eye(50, dtype=dtype, device=device)
-    over = torch.arange(6, device=device) % 2 == 0
-    apart = lambda t: t.repeat_interleave(2, -1)[..., ::2]  # noqa: E731
-    for x, w in (
-        (source.x.t().contiguous().t(), source.weight.t().contiguous().t()),
-        (apart(source.x), apart(source.weight)),
-    ):
-        laid = LinearSource(x, w, apart(source.bias), apart(source.threshold))
-        with torch.no_grad():
-            assert_exact(matmul(packed(laid, dense, over, dtype), weight), dense)
-
-
-@pytest.mark.parametrize("part", ["values", "indices", "spans"])
-def test_any_layout_of_the_lists(
-    part: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    source, dense = layer(6, 20, 50, dtype, device, generator)
-    rows = packed(source, dense, torch.arange(6, device=device) % 2 == 0, dtype)
-    held = getattr(rows.packed, part)
-    for laid in (held.t().contiguous().t() if held.dim() == 2 else held, held.repeat_interleave(2, -1)[..., ::2]):
-        given = strategies.changed(rows, **{part: laid})
-        with torch.no_grad():
-            assert_exact(matmul(given, torch.eye(50, dtype=dtype, device=device)), dense)
-            assert_exact(given.to_dense(), dense)
-
-
 def test_special_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:
     """NaN is kept, and stays in its row."""
     source, dense = layer(4, 20, 50, dtype, device, generator)

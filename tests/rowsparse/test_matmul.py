@@ -8,19 +8,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gossamer.rowsparse import Rows, matmul, pack
+from gossamer.rowsparse import matmul, pack
 from gossamer.testing import assert_close, assert_exact, dense64, random_rows, random_slots
 from tests import strategies
+from tests.strategies import PACKINGS
 
 NAN, INF = math.nan, math.inf
-PACKINGS = [
-    {"capacity": 64},
-    {"capacity": 5},
-    {"capacity": 1},
-    {"capacity": "exact"},
-    {"room": 30},
-    {"room": 0},
-]
 
 
 @given(data=st.data())
@@ -54,11 +47,7 @@ def test_any_shape_backward(data: st.DataObject, dtype: torch.dtype, device: tor
 
 @pytest.mark.parametrize("options", PACKINGS, ids=str)
 def test_error_budget(
-    options: dict[str, int],
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    scale: int,
+    options: dict[str, int], dtype: torch.dtype, device: torch.device, generator: torch.Generator, scale: int
 ) -> None:
     m, n, d = 5 * scale + 1, 130 * scale + 3, 33 * scale
     counts = [0, 1, 7, n, 30] + [scale * 3] * (m - 5)
@@ -113,31 +102,6 @@ def test_out_dtype(
         # One row of a dense product may be nearly exact by luck, and is on some CPUs.
         sums = {"length": int(x[row].count_nonzero()), "magnitude": magnitude[row]}
         assert_close(out[row], reference64=reference[row], plain=plain, name=f"row {row}", **sums)
-
-
-@pytest.mark.parametrize("apart", [True, False])
-@pytest.mark.parametrize("part", ["values", "indices", "spans", "weight", "source"])
-def test_any_layout(
-    apart: bool, part: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    """Users slice and transpose what they put into a container."""
-    options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
-    if part == "source":
-        x = random_rows((4, 30), l0=[1, 9, 0, 30], **options)
-        rows: Rows = pack(x, capacity=3) if apart else strategies.pack_as(x, room=5)
-    else:
-        rows = random_slots((4, 30), 6, packed=not apart, **options)
-    weight = random_rows((30, 8), l0=8, **options)
-    reference = dense64(rows) @ weight.double()
-    for layout in ("transposed", "strided", "misaligned"):
-        if part == "weight":
-            assert_exact(matmul(rows, strategies.laid_out(weight, layout)), reference, name=layout)
-            continue
-        tensor = rows.source if part == "source" else getattr(rows.packed, part)
-        if layout == "transposed" and tensor.dim() == 1:
-            continue
-        changed = strategies.changed(rows, **{part: strategies.laid_out(tensor, layout)})
-        assert_exact(matmul(changed, weight), reference, name=layout)
 
 
 def test_unselected_weights_do_not_show(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:

@@ -9,17 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from gossamer.rowsparse import Rows, pack, sampled_matmul
-from gossamer.testing import assert_close, assert_exact, dense64, random_rows, random_slots
+from gossamer.testing import assert_close, assert_exact, dense64, random_rows
 from tests import strategies
-
-PACKINGS = [
-    {"capacity": 64},
-    {"capacity": 5},
-    {"capacity": 1},
-    {"capacity": "exact"},
-    {"room": 30},
-    {"room": 0},
-]
+from tests.strategies import PACKINGS
 
 
 @given(data=st.data())
@@ -80,28 +72,6 @@ def test_error_budget(
     wanted = torch.autograd.grad(reference, exact, grad.double())
     for name, a, b, c in zip(("x", "weight"), ours, wanted, usual):
         assert_close(a, reference64=b, plain=c, name=name)
-
-
-@pytest.mark.parametrize("part", ["x", "weight", "indices", "spans"])
-@pytest.mark.parametrize("packed", [False, True])
-def test_any_layout(
-    part: str, packed: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    options = {"dtype": dtype, "device": device, "generator": generator, "integers": True}
-    pattern = random_slots((4, 30), 6, packed=packed, **options)
-    x, weight = random_rows((4, 8), l0=8, **options), random_rows((30, 8), l0=8, **options)
-    reference = strategies.at_entries(x.double() @ weight.double().t(), pattern)
-    for layout in ("transposed", "strided", "misaligned"):
-        if part == "x":
-            out = sampled_matmul(strategies.laid_out(x, layout), weight, pattern)
-        elif part == "weight":
-            out = sampled_matmul(x, strategies.laid_out(weight, layout), pattern)
-        else:
-            if part == "indices" and layout == "transposed":
-                continue
-            changed = strategies.changed(pattern, **{part: strategies.laid_out(getattr(pattern.packed, part), layout)})
-            out = sampled_matmul(x, weight, changed)
-        assert_exact(out.packed.values, reference, name=layout)
 
 
 def test_special_values(dtype: torch.dtype, device: torch.device, generator: torch.Generator) -> None:

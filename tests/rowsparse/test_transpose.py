@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gossamer.rowsparse import matmul, pack, sampled_matmul, transpose
-from gossamer.testing import assert_close, assert_exact, dense64, random_rows, random_slots
+from gossamer.testing import assert_close, assert_exact, dense64, random_rows
 from tests import strategies
 
 
@@ -55,18 +55,6 @@ def test_there_and_back(dtype: torch.dtype, device: torch.device, generator: tor
     x = random_rows((20, 50), density=0.2, dtype=dtype, device=device, generator=generator)
     for options in ({"capacity": 50}, {"capacity": 2}, {"capacity": "exact"}, {"room": 0}):
         assert_exact(transpose(transpose(strategies.pack_as(x, **options))).to_dense(), x.double())
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("part", ["values", "indices", "spans"])
-def test_any_layout(
-    packed: bool, part: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> None:
-    rows = random_slots((4, 30), 6, packed=packed, dtype=dtype, device=device, generator=generator, integers=True)
-    for layout in ("strided", "misaligned", *(["transposed"] if part == "spans" else [])):
-        changed = strategies.changed(rows, **{part: strategies.laid_out(getattr(rows.packed, part), layout)})
-        assert_exact(dense64(transpose(changed)), dense64(rows).t(), name=layout)
-        assert_exact(changed.to_dense(), dense64(rows), name=f"unpack, {layout}")
 
 
 def test_a_source_that_is_right_at_overflowed_rows_alone(dtype: torch.dtype, device: torch.device) -> None:

@@ -409,12 +409,6 @@ def test_any_default_dtype(default: torch.dtype, dtype: torch.dtype, device: tor
         torch.set_default_dtype(torch.float32)
 
 
-def test_second_derivatives_are_refused(device: torch.device) -> None:
-    acts, W = random_rows((4, 300), l0=5, device=device).requires_grad_(), torch.randn(300, 8, device=device)
-    with pytest.raises(NotImplementedError, match=r"sae.decode: second derivatives .* rowsparse.pack"):
-        torch.autograd.grad(decode(acts, W, capacity=8).pow(2).sum(), acts, create_graph=True)
-
-
 @pytest.mark.native
 def test_meta_tensors() -> None:
     acts, W, b = (torch.ones(shape, device="meta") for shape in ((2, 3, 500), (500, 16), (16,)))

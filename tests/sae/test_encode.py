@@ -16,6 +16,7 @@ from gossamer.rowsparse.pack import check_capacity
 from gossamer.sae import count_fired, decode, encode
 from gossamer.testing import assert_close, assert_exact, dense64
 from tests import strategies
+from tests.graphs import captured
 from tests.sae.dense import (
     BANDWIDTH,
     SCALED,
@@ -227,25 +228,6 @@ def test_statistics_stay_float32(device: torch.device, mode: str) -> None:
             assert decode(rows, weight.t().contiguous()).dtype is half
 
 
-@pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_empty(activation: str, dtype: torch.dtype, device: torch.device) -> None:
-    options = {"device": device, "dtype": dtype}
-    for shape in ((0, 4), (3, 0, 4), (2, 0)):
-        x = torch.zeros(shape, **options, requires_grad=True)
-        W = torch.zeros(shape[-1], 20, **options, requires_grad=True)
-        threshold = torch.zeros(20, device=device)
-        rows, l0 = encode_with_l0(
-            x, W, torch.ones(20, device=device), **valued(**options_for(activation, 20, 3, threshold))
-        )
-        assert rows.shape == (*shape[:-1], 20) and l0.shape == shape[:-1]
-        rows.to_dense().sum().backward()
-        assert x.grad is not None and x.grad.shape == shape and not x.grad.any() and not W.grad.any()
-    if activation in ("relu", "jumprelu"):
-        x, W = torch.ones(2, 4, **options), torch.zeros(4, 0, **options)
-        threshold = torch.zeros(0, device=device)
-        assert encode(x, W, **valued(**options_for(activation, 0, 3, threshold))).to_dense().shape == (2, 0)
-
-
 @pytest.mark.native
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_compile(activation: str, device: torch.device, generator: torch.Generator, compiled: Any) -> None:
@@ -289,22 +271,9 @@ def test_capture_without_a_sync(activation: str, m: int, device: torch.device, g
         with without_a_sync():
             eager = run()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = run()
+    graph, results = captured(run)
     graph.replay()
-    assert all(torch.equal(a, b) for a, b in zip(captured, eager))
-
-
-def test_second_derivatives_are_refused(device: torch.device) -> None:
-    x, W, b = (torch.randn(shape, device=device).requires_grad_() for shape in ((3, 4), (4, 40), (40,)))
-    refused = r"sae.encode: second derivatives are not implemented"
-    with pytest.raises(NotImplementedError, match=refused):
-        out = encode(x, W, b, activation="relu").values.pow(2).sum()
-        torch.autograd.grad(out, (x, W, b), create_graph=True)
-    with pytest.raises(NotImplementedError, match=refused):
-        out = encode(x.detach(), W, activation="relu", capacity=3).to_dense().pow(2).sum()
-        torch.autograd.grad(out, W, create_graph=True)
+    assert all(torch.equal(a, b) for a, b in zip(results, eager))
 
 
 @pytest.mark.native

@@ -115,16 +115,6 @@ def test_gradcheck(options: dict[str, Any]) -> None:
     assert torch.autograd.gradcheck(call, (x, W, b, b_dec))
 
 
-@pytest.mark.parametrize("shape", [(0, 4, 6), (3, 4, 0), (0, 4, 0)], ids=str)
-def test_empty(shape: tuple[int, int, int], device: torch.device, generator: torch.Generator) -> None:
-    x, W, b, b_dec, threshold = operands(*shape, device, generator)
-    acts, l0, fired, nnz = encode_dense(x, W, b, b_dec=b_dec, activation=gemm.JumpReLU(threshold, 0.5))
-    (acts.sum() + l0.sum()).backward()
-    assert (
-        acts.shape == (shape[0], shape[2]) and not l0.any() and not fired.any() and not nnz.any() and not W.grad.any()
-    )
-
-
 def test_nan_is_kept_and_the_window_is_marked(device: torch.device) -> None:
     x = torch.tensor([[float("nan")], [1.0]], device=device)
     W = torch.tensor([[1.0, 0.4, -1.0]], device=device, requires_grad=True)

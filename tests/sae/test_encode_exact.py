@@ -9,6 +9,7 @@ from torch import Tensor
 from gossamer import nn
 from gossamer.gemm import BatchTopK, JumpReLU
 from gossamer.sae import encode
+from tests.graphs import captured
 from tests.sae.dense import encode_with_l0, whole
 from tests.syncs import without_a_sync
 
@@ -152,9 +153,7 @@ def test_capture_without_a_sync(device: torch.device, generator: torch.Generator
         with without_a_sync():
             want = run()
     torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        got = run()
+    graph, got = captured(run)
     graph.replay()
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)

@@ -14,11 +14,12 @@ from gossamer.testing import assert_exact, dense64
 from tests.sae.dense import encode_with_l0, selected, whole
 
 NAN, INF = math.nan, math.inf
+Packs = Callable[[bool], None]
 M, D, N, K = 5, 16, 4 * 256 + 40, 7  # what the copy engine can read
 
 
 @pytest.fixture
-def packs(monkeypatch: pytest.MonkeyPatch, mode: str) -> Callable[[bool], None]:
+def packs(monkeypatch: pytest.MonkeyPatch, mode: str) -> Packs:
     """Chooses the way, whichever GPU this is."""
     if mode == "cpu":
         pytest.skip("about the kernels, which run on a GPU or in the interpreter")
@@ -43,9 +44,7 @@ def again(monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
     return found
 
 
-def check_same(
-    packs: Callable[[bool], None], *operands: Tensor | None, k: int = K, scale: Tensor | None = None
-) -> Rows:
+def check_same(packs: Packs, *operands: Tensor | None, k: int = K, scale: Tensor | None = None) -> Rows:
     rows = []
     for choice in (False, True):
         packs(choice)
@@ -60,12 +59,7 @@ def check_same(
 @pytest.mark.parametrize("k", [1, 100])
 @pytest.mark.parametrize("transposed", [False, True])
 def test_the_k_largest(
-    k: int,
-    transposed: bool,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    packs: Callable[[bool], None],
+    k: int, transposed: bool, dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Packs
 ) -> None:
     """Whole numbers, many of which tie; k of 100 is more than the sample's bound leaves in a row."""
     packs(True)
@@ -82,11 +76,7 @@ def test_the_k_largest(
 
 
 def test_rows_that_have_to_be_computed_again(
-    run: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    packs: Callable[[bool], None],
+    run: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Packs
 ) -> None:
     """Whatever a sample may say: too much in one tile, nothing but what is sampled, a bound that too few exceed."""
     x = torch.eye(8, D, device=device, dtype=dtype)
@@ -106,11 +96,7 @@ def test_rows_that_have_to_be_computed_again(
 
 @pytest.mark.usefixtures("run")
 def test_what_is_ranked_by_a_scale(
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    packs: Callable[[bool], None],
-    again: list[Tensor],
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Packs, again: list[Tensor]
 ) -> None:
     """Of all sizes, in tiles enough to settle most rows."""
     n = 24 * 256 + 40
@@ -133,11 +119,7 @@ def test_what_is_ranked_by_a_scale(
 
 
 def test_what_ties_at_the_bound_by_a_scale(
-    run: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    packs: Callable[[bool], None],
+    run: int, dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Packs
 ) -> None:
     """Numbers that a scale makes the same, up to rounding: none that equals the k-th largest is lost."""
     n = 24 * 256 + 40
@@ -150,7 +132,7 @@ def test_what_ties_at_the_bound_by_a_scale(
         check_same(packs, x, W, None, k=20, scale=scale)
 
 
-def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, packs: Callable[[bool], None]) -> None:
+def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, packs: Packs) -> None:
     x, W = torch.zeros(2, D, device=device, dtype=dtype), torch.zeros(D, N, device=device, dtype=dtype)
     for columns in (slice(3, 5), slice(250, 260), slice(0, N)):
         for value in (NAN, INF):
@@ -162,11 +144,7 @@ def test_not_a_number_and_infinity(dtype: torch.dtype, device: torch.device, pac
 
 @pytest.mark.usefixtures("run")
 def test_infinity_by_a_tiny_scale(
-    dtype: torch.dtype,
-    device: torch.device,
-    generator: torch.Generator,
-    packs: Callable[[bool], None],
-    again: list[Tensor],
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Packs, again: list[Tensor]
 ) -> None:
     """It is kept where the bound over the scale is more than float32 holds, in rows that have enough without it."""
     n = 24 * 256 + 40
@@ -209,7 +187,7 @@ def test_bounds_of_rows(transposed: bool, dtype: torch.dtype, device: torch.devi
 
 @pytest.mark.native
 def test_it_has_the_same_gradients(
-    dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Callable[[bool], None]
+    dtype: torch.dtype, device: torch.device, generator: torch.Generator, packs: Packs
 ) -> None:
     operands = [whole(shape, 2, generator, dtype) for shape in ((M, D), (D, N), (N,), (M, K))]
     found = []
@@ -241,13 +219,7 @@ def test_how_often_rows_are_computed_again(k: int, d_in: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("m, d, n, k", [(600, 512, 65536, 64), (4000, 768, 24576, 32), (1030, 256, 131072 + 8, 256)])
 def test_of_real_sizes(
-    m: int,
-    d: int,
-    n: int,
-    k: int,
-    generator: torch.Generator,
-    packs: Callable[[bool], None],
-    again: list[Tensor],
+    m: int, d: int, n: int, k: int, generator: torch.Generator, packs: Packs, again: list[Tensor]
 ) -> None:
     """And which rows are computed again: none of columns in no order, all of what fires side by side."""
     for dtype in (torch.bfloat16, torch.float16):
