@@ -17,11 +17,10 @@ from gossamer._core import checks, files
 from gossamer.nn import _circuit_tracer
 from gossamer.nn._placement import DIMENSION, WHOLE
 from gossamer.nn.cross_layer import CrossLayerTranscoder
-from gossamer.nn.gated import GatedSAE
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
+from gossamer.nn.penalised import GatedSAE, StandardSAE
 from gossamer.nn.sae import BatchTopKSAE, SparseAutoencoder, TopKSAE
-from gossamer.nn.standard import StandardSAE
 from gossamer.nn.transcoder import Transcoder, Transcoding
 
 _CONFIG = "cfg.json"
