@@ -440,3 +440,12 @@ def test_merged_projections(tokens: int, device: torch.device, monkeypatch: pyte
     module.q_proj = torch.nn.Sequential(module.q_proj)
     with pytest.raises(TypeError, match=r"merge_projections: layers must be plain nn\.Linear, but q_proj is"):
         module.merge_projections()
+
+
+def test_frequencies_of_a_file_in_16_bits_are_not_taken(device: torch.device) -> None:
+    """At large positions they would be other angles."""
+    rotary, positions = RotaryEmbedding(16, 10000.0, device), torch.arange(4090, 4096, device=device)
+    wide = rotary(positions)
+    for assign in (False, True):
+        rotary.load_state_dict({"inv_freq": rotary.inv_freq.bfloat16()}, assign=assign)
+        assert all(torch.equal(got, want) for got, want in zip(rotary(positions), wide))

@@ -7,14 +7,13 @@ from gossamer.nn.block_sparse_rowwise import BlockSparseRowwise
 from gossamer.nn.checkpoint import load_sae, save_sae
 from gossamer.nn.cross_layer import Crosscoder, CrossLayerTranscoder
 from gossamer.nn.distributed import data_parallel_sae, shard_sae
-from gossamer.nn.gated import GatedSAE
 from gossamer.nn.gated_sparse_attention import GatedSparseAttention
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
 from gossamer.nn.mlp import MLP, GatedMLP
 from gossamer.nn.neuron_parallel import NeuronParallel
+from gossamer.nn.penalised import GatedSAE, StandardSAE
 from gossamer.nn.sae import BatchTopKSAE, SAELoss, TopKSAE
-from gossamer.nn.standard import StandardSAE
 from gossamer.nn.transcoder import BatchTopKTranscoder, JumpReLUTranscoder, Transcoder
 
 __all__ = [

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gossamer import attention
+from gossamer.nn._wide_tensors import WideTensors
 
 HIDDEN = 32
 """Units of a new network of the learned rule."""
 
 
-class AdaptiveRule(nn.Module):
-    """An `attention.AdaptiveK` whose tensors are a module's own, in float32 whatever the module is cast to.
+class AdaptiveRule(WideTensors):
+    """An `attention.AdaptiveK` whose tensors are a module's own, and stay wide if the module is cast to 16 bits.
 
     Args:
         rule: an `attention.AdaptiveK`, whose tensors are copied, or the name of a rule.
@@ -33,6 +33,7 @@ class AdaptiveRule(nn.Module):
     strictly.
     """
 
+    _wide_tensors = ("mean", "predictor")
     mean: Tensor | None
     predictor: Tensor | None
 
@@ -62,9 +63,10 @@ class AdaptiveRule(nn.Module):
             self.predictor = None
 
     def known(self) -> attention.AdaptiveK:
-        """The rule, with these tensors themselves."""
+        """The rule, with these tensors themselves, or in float32 those of a module in float64."""
         bounds = (self.k_min, self.k_base, self.k_max)
-        return attention.AdaptiveK(self.rule, *bounds, self.temperature, self.mean, self.predictor)
+        tensors = (None if tensor is None else tensor.float() for tensor in (self.mean, self.predictor))
+        return attention.AdaptiveK(self.rule, *bounds, self.temperature, *tensors)
 
     @torch.no_grad()
     def move(self, variance: Tensor, share: float) -> None:
@@ -73,14 +75,6 @@ class AdaptiveRule(nn.Module):
         found = variance.to(self.mean)
         self.mean.copy_(torch.lerp(self.mean, found, share) if self.calibrated else found)
         self.calibrated = True
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> AdaptiveRule:
-        def moved(tensor: Tensor) -> Tensor:
-            new = fn(tensor)
-            return new if new.dtype == tensor.dtype else tensor.to(new.device)
-
-        super()._apply(moved, recurse)
-        return self
 
     @staticmethod
     def rename_published(state_dict: dict[str, Any], prefix: str) -> None:

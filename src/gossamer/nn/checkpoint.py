@@ -1,6 +1,5 @@
 """Autoencoders on disk, in the layouts of SAELens, of EleutherAI's sparsify and of circuit-tracer, without pickle."""
 
-import functools
 import json
 import os
 from collections.abc import Callable
@@ -17,11 +16,10 @@ from gossamer._core import checks, files
 from gossamer.nn import _circuit_tracer
 from gossamer.nn._placement import DIMENSION, WHOLE
 from gossamer.nn.cross_layer import CrossLayerTranscoder
-from gossamer.nn.gated import GatedSAE
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.matryoshka import MatryoshkaBatchTopKSAE, MatryoshkaSAE
+from gossamer.nn.penalised import GatedSAE, StandardSAE
 from gossamer.nn.sae import BatchTopKSAE, SparseAutoencoder, TopKSAE
-from gossamer.nn.standard import StandardSAE
 from gossamer.nn.transcoder import Transcoder, Transcoding
 
 _CONFIG = "cfg.json"
@@ -133,7 +131,8 @@ def save_sae(model: Model | CrossLayerTranscoder, folder: str | Path, *, layout:
         config = {"architecture": architecture, "apply_b_dec_to_input": _subtracts(model)}
         if architecture == "jumprelu":
             tensors.pop("log_threshold", None)
-            tensors["threshold"] = model.threshold.detach().expand(model.d_sae)
+            threshold: Any = model.threshold
+            tensors["threshold"] = threshold.detach().expand(model.d_sae)
         if architecture == "topk":
             config |= {"k": model.k, "rescale_acts_by_decoder_norm": False}
         config |= {"d_in": model.d_in, "d_sae": model.d_sae, "dtype": checks.name_of(model.W_dec.dtype)}
@@ -308,12 +307,11 @@ def _subtracts(model: Any) -> bool:
     return not isinstance(model, JumpReLUSAE | Transcoding)
 
 
-@functools.cache
 def _settings(kind: type[Any]) -> tuple[str, ...]:
     """The arguments of a class that say how it trains, and that no layout holds: they are written under this package's
     name."""
-    given = [found for base in kind.__mro__ for found in signature(base.__init__).parameters.values()]
-    held = {"self", "d_in", "d_sae", "skip", "dtype", "device"}
+    given = [found for base in kind.__mro__ for found in signature(base).parameters.values()]
+    held = {"d_in", "d_sae", "skip", "dtype", "device"}
     names = (found.name for found in given if found.kind in (found.POSITIONAL_OR_KEYWORD, found.KEYWORD_ONLY))
     return tuple(dict.fromkeys(name for name in names if name not in held))
 

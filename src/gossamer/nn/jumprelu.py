@@ -35,8 +35,7 @@ class JumpReLUSAE(SparseAutoencoder):
     and `penalty="tanh", ste_to_input=True, pre_act_coefficient=3e-6` (Conerly et al. 2025).
 
     Args:
-        d_in: size of the vectors to encode.
-        d_sae: number of latents.
+        d_in, d_sae, dead_after, dtype, device: as in `TopKSAE`.
         target_l0: latents a row should have, on average. With an `l0_coefficient` it is that of `"quadratic"` alone,
             and nothing is steered.
         bandwidth: width of the window around its threshold in which a latent trains it; None is 0.05 with a target, in
@@ -50,13 +49,10 @@ class JumpReLUSAE(SparseAutoencoder):
         ste_to_input: whether the straight-through estimate reaches the pre-activations too, not the threshold alone.
         pre_act_coefficient: weight of a loss that pulls dead latents to their thresholds: the sum over them of
             relu(threshold - pre-activation) * norm of the decoder row, among the 2 * d_in that were silent longest.
-        dead_after: for how many calls of `encode` in training a latent is silent before it counts as dead.
         initial_threshold: of every latent; None takes it from the data with a target, and is 0.001 without. With a
             target it is in units of the scaled x.
         capacity: slots per row of the latents, as in `sae.encode`. Rows beyond it stay exact but cost as much as dense.
             With None `loss` and `forward` take up to twice the usual number where earlier rows would have filled that.
-        dtype: of the weights; None takes PyTorch's default.
-        device: of the parameters.
 
     Raises:
         ValueError: a size below 1, a bandwidth, scale or initial threshold that is not above 0, a coefficient below 0,

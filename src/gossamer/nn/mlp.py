@@ -27,6 +27,7 @@ class _Block(nn.Module):
 
     _operator: ClassVar[str]
     _layers: ClassVar[tuple[str, ...]]
+    up_proj: nn.Linear
     down_proj: nn.Linear
     recompute = False
 
@@ -150,6 +151,7 @@ class GatedMLP(_Block):
     """
 
     _operator, _layers = "nn.GatedMLP", ("gate_proj", "up_proj")
+    gate_proj: nn.Linear
 
     def __init__(
         self,

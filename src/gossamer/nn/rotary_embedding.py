@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from gossamer._core import checks
+from gossamer.nn._wide_tensors import WideTensors
 from gossamer.nn.plain import plain_inference
 
 KEPT_ANGLES = 1 << 21
@@ -32,38 +33,36 @@ def check_positions(operator: str, position_ids: Tensor | None, x: Tensor) -> No
         )
 
 
-class RotaryEmbedding(nn.Module):
-    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer.
+class RotaryEmbedding(WideTensors):
+    """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer, in float32 at least.
 
-    A state dict without it leaves the frequencies of theta: attention layers of other libraries save none.
+    A state dict without it, or with one of 16 bits, leaves the frequencies as they are: attention layers of other
+    libraries save none.
     """
 
+    _wide_tensors = ("inv_freq",)
     inv_freq: Tensor
 
     def __init__(self, head_dim: int, theta: float, device: torch.device | str | None = None) -> None:
         super().__init__()
-        self.head_dim, self.theta = head_dim, theta
-        self.register_buffer("inv_freq", self._frequencies(device))
+        self.head_dim = head_dim
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        self.register_buffer("inv_freq", theta**-exponents)
         self._first: tuple[Tensor, tuple[Any, ...], tuple[Tensor, Tensor]] | None = None
-        self._kept: tuple[Any, Tensor] | None = None
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # `load_state_dict` hands on a copy of the dictionary that it was given.
-        state_dict.setdefault(prefix + "inv_freq", self.inv_freq)
+        if state_dict.setdefault(prefix + "inv_freq", self.inv_freq).itemsize < 4:
+            state_dict[prefix + "inv_freq"] = self.inv_freq
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
 
     def __getstate__(self) -> dict[str, Any]:
         """The kept tables stay with this module: they belong to a stream, and a copy makes its own."""
-        return {**self.__dict__, "_first": None, "_kept": None}
-
-    def _frequencies(self, device: torch.device | str | None) -> Tensor:
-        return self.theta ** -(torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=device) / self.head_dim)
+        return {**self.__dict__, "_first": None}
 
     def forward(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin) in float32, `[..., D]`, of integer positions `[...]`."""
-        # A module that was cast to 16 bits has frequencies that are of no use at large positions.
-        wide = self.inv_freq.dtype in (torch.float32, torch.float64)
-        angles = positions[..., None].float() * (self.inv_freq if wide else self._wide(positions)).float()
+        angles = positions[..., None].float() * self.inv_freq.float()
         angles = torch.cat([angles, angles], -1)
         return angles.cos(), angles.sin()
 
@@ -82,13 +81,3 @@ class RotaryEmbedding(nn.Module):
         if kept is None or kept[0] is not of or kept[1] != key:
             kept = self._first = of, key, self(torch.arange(count, device=like.device))
         return kept[2]
-
-    def _wide(self, positions: Tensor) -> Tensor:
-        """The frequencies in float32, kept, for four small kernels make them."""
-        # A tensor that a graph makes has its values only after a replay.
-        if torch.compiler.is_compiling() or type(positions) is not Tensor or checks.capturing():
-            return self._frequencies(positions.device)
-        key, kept = (self.head_dim, self.theta, *_place(positions)), self._kept
-        if kept is None or type(kept[1]) is not Tensor or kept[0] != key:
-            kept = self._kept = key, self._frequencies(positions.device)
-        return kept[1]

@@ -12,6 +12,7 @@ from gossamer._core.compiling import ahead
 from gossamer._core.recompute import recomputed, remembered
 from gossamer.nn._placement import HERE, Here
 from gossamer.nn._silence import Silence
+from gossamer.nn._wide_tensors import WideTensors
 from gossamer.nn.median import geometric_median
 from gossamer.rowsparse import DensityTracker, Rows
 from gossamer.sae.decode import decode_dense
@@ -57,14 +58,13 @@ def _shown(part: Tensor) -> str:
     return f"{part.dtype} {list(part.shape)}".removeprefix("torch.")
 
 
-class SparseAutoencoder(torch.nn.Module):
+class SparseAutoencoder(WideTensors):
     """The base of all autoencoders: parameters with SAELens's names and layouts, statistics, and the loss."""
 
     firing_counts: Tensor
     steps_since_fired: Tensor
     dead_after: int
     capacity: int | None = None
-    _wide_tensors: tuple[str, ...] = ()
     _placement: Here = HERE
     _compiled: frozenset[tuple[bool, bool]] = frozenset()
 
@@ -91,19 +91,6 @@ class SparseAutoencoder(torch.nn.Module):
         self.register_buffer("steps_since_fired", torch.zeros(d_sae, dtype=torch.int64, device=device))
         self._silence_known = Silence()
         self._density = DensityTracker()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "SparseAutoencoder":
-        """A cast to 16 bits leaves these tensors as they are: they move by steps that 16 bits would round to 0."""
-        held = [(name, getattr(self, name)) for name in self._wide_tensors if hasattr(self, name)]
-        before = [(name, tensor.detach()) for name, tensor in held]
-        super()._apply(fn, recurse)
-        for name, tensor in before:
-            now = getattr(self, name)
-            if now.itemsize < 4:
-                grad, now.grad = now.grad, None
-                now.data = tensor.to(now.device)
-                now.grad = None if grad is None else grad.to(now)
-        return self
 
     @property
     def density(self) -> DensityTracker:
@@ -478,17 +465,13 @@ class BatchTopKSAE(Reviving):
     training unlearns that slowly. Fast learning leaves more latents dead, so the auxiliary loss has other defaults.
 
     Args:
-        d_in: size of the vectors to encode.
-        d_sae: number of latents.
+        d_in, d_sae, dead_after, dtype, device: as in `TopKSAE`.
         k: latents to keep per row, on average.
         threshold_rate: how much of a batch goes into the running mean. The first batch sets it.
         capacity: slots per row in evaluation mode, as in `sae.encode`. Rows beyond it stay exact but cost as much as
             dense. With None `forward` takes up to twice the usual number, where earlier rows would have filled that.
         aux_coefficient: as in `TopKSAE`. Beside the gradients that Adam remembers of a latent, 1/32 has no effect.
         aux_k: as in `TopKSAE`, but None is k: among half of d_in none has a part of its own.
-        dead_after: as in `TopKSAE`.
-        dtype: of the weights; None takes PyTorch's default.
-        device: of the parameters.
 
     Raises:
         ValueError: a size below 1, k above d_sae, a threshold_rate outside (0, 1], or an aux_coefficient below 0.

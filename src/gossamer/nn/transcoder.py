@@ -58,10 +58,8 @@ class Transcoder(Transcoding, Reviving):  # type: ignore[misc]
     norm and the decoder at 0, so that training begins at b_dec and not at noise. Dtypes are those of `TopKSAE`.
 
     Args:
-        d_in: size of the vectors to encode.
+        d_in, d_sae, k: as in `TopKSAE`.
         d_out: size of the vectors to reconstruct.
-        d_sae: number of latents.
-        k: latents to keep per row.
         skip: whether x also reaches the output by a matrix, W_skip, beside the latents.
         options: the other keyword arguments of `TopKSAE`.
 

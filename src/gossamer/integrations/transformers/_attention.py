@@ -24,6 +24,7 @@ from gossamer.integrations.transformers._mlp import Report, check_model, nothing
 from gossamer.integrations.transformers._sharing import SharedSelections, groups_of, share_selections
 from gossamer.nn import GatedSparseAttention
 from gossamer.nn.adaptive_rule import AdaptiveRule
+from gossamer.nn.gated_sparse_attention import LightningIndexer
 from gossamer.nn.plain import hooked
 
 _PATCH = "integrations.transformers.patch_attention"
@@ -262,8 +263,14 @@ class SparseSelfAttention(GatedSparseAttention):
         )  # fmt: skip
         self.rotary_emb = _GivenAngles()  # type: ignore[assignment]
         self.group, self.selects = group, not group or group[0] == module.layer_idx
-        if not self.selects:
-            self.indexer = None  # type: ignore[assignment]
+        made = {"dtype": weight.dtype, "device": weight.device}
+        sizes = options["n_idx_heads"], options["d_indexer"]
+        self.indexer = LightningIndexer(weight.shape[1], *sizes, **made) if self.selects else None  # type: ignore[assignment]
+        for gate in (self.value_gate, self.output_gate):
+            if gate is not None:
+                gate.to_empty(device=weight.device)
+                nn.init.zeros_(gate.gate_proj.weight)
+                nn.init.zeros_(gate.gate_proj.bias)
         for name in _PROJECTIONS:
             layer = getattr(module, name)
             if gates and name in ("v_proj", "o_proj"):
@@ -274,15 +281,11 @@ class SparseSelfAttention(GatedSparseAttention):
             setattr(self, name, layer)
         # Of queries and keys, head by head, as in Qwen3.
         self.q_norm, self.k_norm = getattr(module, "q_norm", None), getattr(module, "k_norm", None)
-        for part in (self.indexer, self.value_gate, self.output_gate):
-            if part is not None:
-                part.to_empty(device=weight.device)
-        # Made anew on its device: `_reset` fills in weights, and the rule's state is none.
+        # Made anew on its device.
         self.set_adaptive(options.get("adaptive"), weight.device)
         if not self.selects and self.adaptive_k is not None:
             # Its fewest keys decide which sequences are short. Nothing else is asked of it.
             self.adaptive_k = AdaptiveRule("entropy", *(getattr(self.adaptive_k, f"k_{x}") for x in _BOUNDS))
-        self._reset()
         self.layer_idx, self.config = module.layer_idx, module.config
         self.learns = False
         self.loss: Tensor | None = None
@@ -290,16 +293,6 @@ class SparseSelfAttention(GatedSparseAttention):
         # No submodule: its parameters are this module's.
         self.__dict__["replaces"] = module
         self.train(module.training)
-
-    def _reset(self) -> None:
-        if self.selects:
-            for layer in (self.indexer.idx_q_proj, self.indexer.idx_k_proj, self.indexer.idx_w_proj):
-                layer.reset_parameters()
-            nn.init.zeros_(self.indexer.idx_bias)
-        for gate in (self.value_gate, self.output_gate):
-            if gate is not None:
-                nn.init.zeros_(gate.gate_proj.weight)
-                nn.init.zeros_(gate.gate_proj.bias)
 
     def normalise(self, y: Tensor) -> Tensor:
         """The norms of queries and keys, where the module had some."""

@@ -53,10 +53,8 @@ def groups_of(
     operator: str, model: nn.Module, layers: dict[str, int], share: int | Sequence[Sequence[int]]
 ) -> dict[str, tuple[int, ...]]:
     """The group of each layer that shares, by its name, from the numbers of all layers by their names."""
-    numbers: dict[str, list[int]] = {}
     callers = {name: _caller(model, name) for name in layers}
-    for name, number in layers.items():
-        numbers.setdefault(callers[name] or "", []).append(number)
+    numbers = {caller: [layers[name] for name in layers if callers[name] == caller] for caller in callers.values()}
     if isinstance(share, int) and not isinstance(share, bool) and share >= 1:
         stated = {
             caller: [tuple(of[at : at + share]) for at in range(0, len(of), share)] for caller, of in numbers.items()
@@ -71,11 +69,8 @@ def groups_of(
                 f"{[list(group) for group in groups]}."
             )
         stated = dict.fromkeys(numbers, groups)
-    found = {}
-    for name, number in layers.items():
-        for group in stated[callers[name] or ""]:
-            if number in group and len(group) > 1:
-                found[name] = group
+    shares = ((name, group) for name in layers for group in stated[callers[name]] if layers[name] in group)
+    found = {name: group for name, group in shares if len(group) > 1}
     for name in found:
         if callers[name] is None:
             raise ValueError(
