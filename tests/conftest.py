@@ -168,6 +168,15 @@ def compiled() -> Iterator[Callable[..., Any]]:
 
 
 @pytest.fixture
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    backend = "cpu:gloo,cuda:nccl" if MODE == "gpu" else "gloo"
+    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
 def h200(monkeypatch: pytest.MonkeyPatch) -> None:
     """Choices are those of an H200, as device 99, whose costs nobody keeps for another."""
     rates = tuning.Rates(copy=4.2e12, gather=5.5e12, ieee=45e12, tf32=330e12, half=650e12, programs=132, measured=True)

@@ -129,14 +129,6 @@ def test_save_and_load(pair) -> None:
     assert "BlockSparseTensor(shape=(2, 40, 64)" in repr(loaded)
 
 
-@pytest.mark.native
-def test_compile(compiled, device: torch.device) -> None:
-    layout = Layout.from_mask(torch.eye(2, device=device).bool(), 16)
-    x = from_dense(torch.rand(32, 32, device=device), layout)
-    got = compiled(lambda x: (x * 2 + x).relu().exp())(x)
-    torch.testing.assert_close(got.values, (3 * x.values).exp())
-
-
 def test_transposes_and_products(device: torch.device) -> None:
     """`.mT` and `@`, with a dense tensor on either side, leading dimensions and gradients."""
     generator = seeded(1, device)

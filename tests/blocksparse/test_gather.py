@@ -130,18 +130,6 @@ def test_special_values(device: torch.device) -> None:
     assert out[0].isnan().all() and out[1].isposinf().all() and not out[2:].any()
 
 
-def test_overflow_is_nan(device: torch.device) -> None:
-    mask = torch.ones(2, 2, dtype=torch.bool, device=device)
-    whole, short = Layout.from_mask(mask, 16), Layout.from_mask(mask, 16, capacity=3)
-    x, index = torch.ones(32, 32, device=device), torch.zeros(32, 32, dtype=torch.int64, device=device)
-    for a, b in ((whole, short), (short, whole)):
-        values = from_dense(x, whole).values[: a.capacity].requires_grad_()
-        out = gather(BlockSparseTensor(values, a), 0, from_dense(index, b)).values
-        assert out.isnan().all()
-        (grad,) = torch.autograd.grad(out.sum(), values)
-        assert grad.isnan().all()
-
-
 @pytest.mark.kernels
 def test_out_of_range_is_nan_on_a_gpu(device: torch.device) -> None:
     layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
@@ -153,38 +141,6 @@ def test_out_of_range_is_nan_on_a_gpu(device: torch.device) -> None:
     whole = gather(from_dense(torch.ones(16, 16, dtype=torch.int32, device=device), layout), 0, blocks).to_dense()
     assert whole[3, 4] == whole[5, 6] == torch.iinfo(torch.int32).min
     assert layout_of_indices(blocks, 0, 16).to_dense().all()
-
-
-@pytest.mark.native
-def test_gradcheck() -> None:
-    device = torch.device("cpu")
-    layout = random_layout((2,), (17, 20), (16, 16), device)
-    values = from_dense(random_blocks(layout, torch.float64), layout).values.requires_grad_()
-    for dim in range(3):
-        shape = [2, 17, 20]
-        index = random_index(random_layout((2,), (17, 20), (16, 16), device, seed=1), shape[dim])
-
-        def call(values: Tensor, dim: int = dim, index: BlockSparseTensor = index) -> Tensor:
-            return gather(BlockSparseTensor(values, layout), dim, index).values
-
-        assert torch.autograd.gradcheck(call, values, fast_mode=True)
-        assert torch.autograd.gradgradcheck(call, values, fast_mode=True)
-
-
-@pytest.mark.native
-def test_compiles(compiled, device: torch.device) -> None:
-    layout = random_layout((2,), (40, 50), (16, 32), device)
-    x = random_blocks(layout, torch.float32).requires_grad_()
-    index = random_index(random_layout((2,), (40, 50), (16, 32), device, seed=1), 50)
-
-    def call(x: Tensor, index: BlockSparseTensor) -> Tensor:
-        other = layout_of_indices(index, -1, 50, capacity=layout.capacity)
-        return gather(from_dense(x, layout), -1, index).to_dense() + other.to_dense().sum()
-
-    ours = compiled(call)(x, index)
-    assert torch.equal(ours, call(x, index))
-    (grad,) = torch.autograd.grad(ours.sum(), x)
-    assert torch.equal(grad, torch.autograd.grad(call(x, index).sum(), x)[0])
 
 
 @pytest.mark.parametrize(

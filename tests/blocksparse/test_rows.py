@@ -2,7 +2,6 @@
 
 import math
 import re
-from dataclasses import replace
 
 import pytest
 import torch
@@ -87,46 +86,12 @@ def test_vectors(lead, size, block, name: str, axis: int, device: torch.device) 
         torch.testing.assert_close(a, b)
 
 
-def test_overflow_is_nan(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
-    x = BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout)
-    for name in ("sum", "mean", "amax"):
-        assert getattr(x, name)().isnan().all()
-    vector = torch.ones(48, device=device)
-    assert (x + vector).values.isnan().all()
-
-
-@pytest.mark.native
-def test_gradcheck(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("float64 runs on the CPU only")
-    layout = Layout.from_mask(torch.tensor([[1, 0], [1, 1]]), 16, size=(18, 20))
-    x, v = torch.randn(18, 20, dtype=torch.float64), torch.randn(18, 1, dtype=torch.float64)
-
-    def call(x: Tensor, v: Tensor) -> Tensor:
-        y = from_dense(x, layout) * v
-        return y.sum(-1) + y.amax(-1).exp()
-
-    assert torch.autograd.gradcheck(call, (x.requires_grad_(), v.requires_grad_()))
-
-
 @pytest.mark.native
 @pytest.mark.parametrize("name", VECTORS)
 def test_vectors_compile(name: str, compiled, device: torch.device) -> None:
     x = from_dense(torch.randn(32, 32, device=device), Layout.full((2, 2), 16, device=device))
     vector = torch.randn(32, 1, device=device)
     assert torch.equal(compiled(VECTORS[name])(x, vector).to_dense(), VECTORS[name](x, vector).to_dense())
-
-
-@pytest.mark.native
-def test_compile(compiled, device: torch.device) -> None:
-    _x, blocks, _ = problem((2,), (40, 70), (16, 32), torch.float32, device)
-    blocks = replace(blocks, values=blocks.values.detach().nan_to_num())
-
-    def call(blocks: BlockSparseTensor) -> Tensor:
-        return (blocks - blocks.mean(-1)[..., None]).sum()
-
-    torch.testing.assert_close(compiled(call)(blocks), call(blocks))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -10,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, layout_of_indices, scatter
+from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, gather, scatter
 from gossamer.testing import assert_close
 from tests.blocksparse.blocks import dense_index, draw_two, elements, native, random_blocks, random_index, random_layout
 from tests.blocksparse.test_gather import padded
-from tests.graphs import follows
 from tests.strategies import seeded
 
 REDUCTIONS = ("sum", "mean", "amax", "amin", "prod")
@@ -220,14 +218,6 @@ def test_few_places_of_long_rows(places: int, reduce: str, device: torch.device,
     assert_close(first.to_dense(), reference64=want[..., :8000], plain=plain[..., :8000], factor=4.0)
 
 
-@pytest.mark.native
-def test_bitwise_reproducible(device: torch.device) -> None:
-    layout, other = (random_layout((2,), (40, 50), (16, 32), device, seed=s) for s in (0, 1))
-    src, index = from_dense(random_blocks(other, torch.float32), other), random_index(other, 40)
-    first, second = (scatter(layout, 1, index, src, "sum").values for _ in range(2))
-    assert torch.equal(first, second)
-
-
 def test_zeros_in_products(device: torch.device) -> None:
     """One zero among factors gets the product of the others; two leave nothing to any."""
     layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
@@ -252,18 +242,6 @@ def test_special_values(reduce: str, device: torch.device) -> None:
     assert out[1, 0] == (1 if reduce == "amin" else math.inf)
 
 
-def test_overflow_is_nan(device: torch.device) -> None:
-    mask = torch.ones(2, 2, dtype=torch.bool, device=device)
-    whole, short = Layout.from_mask(mask, 16), Layout.from_mask(mask, 16, capacity=3)
-    index = torch.zeros(32, 32, dtype=torch.int64, device=device)
-    for a, b in ((whole, short), (short, whole)):
-        src = torch.ones(b.capacity, 16, 16, device=device).requires_grad_()
-        for dim in (0, 1):
-            out = scatter(a, dim, from_dense(index, b), BlockSparseTensor(src, b), "sum").values
-            assert out.isnan().all()
-            assert torch.autograd.grad(out.sum(), src)[0].isnan().all()
-
-
 @pytest.mark.kernels
 def test_out_of_range_is_none_on_a_gpu(device: torch.device) -> None:
     layout = Layout.from_mask(torch.ones(1, 1, device=device).bool(), 16)
@@ -281,45 +259,6 @@ def test_out_of_range_raises_on_the_cpu() -> None:
         scatter(layout, 0, index, src)
 
 
-@pytest.mark.native
-@pytest.mark.parametrize("reduce", [*REDUCTIONS, "last"])
-def test_gradcheck(reduce: str) -> None:
-    device = torch.device("cpu")
-    layout = random_layout((2,), (17, 20), (16, 16), device)
-    other = random_layout((2,), (17, 20), (16, 16), device, seed=1)
-    x, src = (from_dense(random_blocks(at, torch.float64, seed=2), at).values for at in (layout, other))
-    # Nothing that takes no part, and no equal numbers.
-    x, src = x + 1e-3 * torch.randn_like(x), src + 1e-3 * torch.randn_like(src)
-    for dim, include_self in itertools.product(range(3), (True, False)):
-        index = random_index(other, (2, 17, 20)[dim])
-        options = {"index": index, "dim": dim}
-
-        def call(x: Tensor, src: Tensor, options: Any = options, include_self: bool = include_self) -> Tensor:
-            given, added = BlockSparseTensor(x, layout), BlockSparseTensor(src, other)
-            if reduce == "last":
-                return scatter(given, src=added, **options).to_dense()
-            return scatter(given, src=added, reduce=reduce, include_self=include_self, **options).to_dense()
-
-        leaves = x.requires_grad_(), src.requires_grad_()
-        assert torch.autograd.gradcheck(call, leaves, fast_mode=True)
-        if reduce in ("sum", "mean", "last") and dim == 2:
-            assert torch.autograd.gradgradcheck(call, leaves, fast_mode=True)
-
-
-@pytest.mark.gpu
-def test_capture() -> None:
-    device = torch.device("cuda")
-    layout, other = (random_layout((2,), (40, 50), (16, 32), device, seed=s) for s in (0, 1))
-    src, index = from_dense(random_blocks(other, torch.float32), other), random_index(other, 40)
-
-    def call(src: BlockSparseTensor) -> tuple[Tensor, ...]:
-        put = scatter(layout, 1, index, src, "mean")
-        reached = layout_of_indices(index, 1, 40, capacity=100)
-        return put.values, gather(put, 1, index).values, scatter(reached, 1, index, src).values
-
-    follows(lambda: call(src), src.values)
-
-
 @pytest.mark.gpu
 @pytest.mark.full
 def test_more_than_2_to_the_31_elements() -> None:
@@ -331,22 +270,6 @@ def test_more_than_2_to_the_31_elements() -> None:
     out = scatter(layout, -1, index, src, "sum")
     assert (out.values[-1, :, -1] == 128).all() and out.values.count_nonzero() == 128
     assert (gather(out, -1, index).values[-1] == 128).all()
-
-
-@pytest.mark.native
-def test_compiles(compiled, device: torch.device) -> None:
-    layout, other = (random_layout((2,), (40, 50), (16, 32), device, seed=s) for s in (0, 1))
-    src = random_blocks(other, torch.float32).requires_grad_()
-    index = random_index(other, 50)
-
-    def call(src: Tensor, index: BlockSparseTensor) -> Tensor:
-        return scatter(layout, -1, index, from_dense(src, index.layout), "mean").to_dense()
-
-    ours = compiled(call)(src, index)
-    # Inductor divides by multiplying, here and in the gradient, which is also of a result that is rounded differently.
-    torch.testing.assert_close(ours, call(src, index))
-    grads = [torch.autograd.grad(out.square().sum(), src)[0] for out in (ours, call(src, index))]
-    torch.testing.assert_close(*grads)
 
 
 @pytest.mark.parametrize(

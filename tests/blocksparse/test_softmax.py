@@ -11,7 +11,6 @@ from torch import Tensor
 
 from gossamer.blocksparse import BlockSparseTensor, Layout, from_dense, sliding_window, softmax
 from gossamer.testing import assert_close
-from tests.graphs import follows
 from tests.strategies import SEEDS, seeded
 
 SHAPES = [
@@ -153,19 +152,6 @@ def test_a_row_of_a_million(device: torch.device) -> None:
 
 
 @pytest.mark.gpu
-def test_capture() -> None:
-    device = torch.device("cuda")
-    mask = torch.rand(2, 8, 8, device=device, generator=seeded(0, device)) < 0.5
-    x = torch.randn(2, 512, 512, device=device)
-
-    def call() -> Tensor:
-        layout = Layout.from_mask(mask, 64, capacity=mask.numel())
-        return softmax(from_dense(x, layout)).mT.to_dense()
-
-    follows(lambda: [call()], mask, x)
-
-
-@pytest.mark.gpu
 @pytest.mark.full
 def test_more_than_2_to_the_31_elements() -> None:
     n = 48 * 1024
@@ -185,13 +171,6 @@ def test_what_is_not_finite_stays(device: torch.device) -> None:
     want = dense(x, elements(layout), 1.0)
     assert want[0, :16].isnan().all() and want[2, :16].isnan().all() and not want[3].isnan().any()
     torch.testing.assert_close(softmax(from_dense(x, layout)).to_dense(), want, equal_nan=True)
-
-
-def test_overflow_is_nan(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
-    values = torch.ones(8, 16, 16, device=device, requires_grad=True)
-    out = softmax(BlockSparseTensor(values, layout)).values
-    assert out.isnan().all() and torch.autograd.grad(out.sum(), values)[0].isnan().all()
 
 
 @given(
@@ -216,27 +195,6 @@ def test_the_same_bits(dtype: torch.dtype, device: torch.device) -> None:
     x, layout = problem((2,), (40, 70), (16, 32), 0.6, dtype, device)
     first, second = (softmax(from_dense(x, layout)).values for _ in range(2))
     assert torch.equal(first, second)
-
-
-@pytest.mark.native
-def test_gradcheck(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("float64 runs on the CPU only")
-    x, layout = problem((1,), (2, 34), (16, 16), 1.0, torch.float64, device)
-    mask = torch.rand(2, 34) < 0.8
-    x.requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: softmax(from_dense(x, layout), mask=mask, scale=0.3).to_dense(), x)
-
-
-@pytest.mark.native
-def test_compile(compiled, device: torch.device) -> None:
-    x, layout = problem((2,), (40, 70), (16, 32), 0.6, torch.float32, device)
-    x.requires_grad_()
-
-    def loss(x: Tensor) -> Tensor:
-        return softmax(from_dense(x, layout), scale=0.5).values.square().sum()
-
-    torch.testing.assert_close(torch.autograd.grad(compiled(loss)(x), x), torch.autograd.grad(loss(x), x))
 
 
 @pytest.mark.parametrize(

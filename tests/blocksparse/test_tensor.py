@@ -55,29 +55,12 @@ def test_gradients(dtype: torch.dtype, device: torch.device) -> None:
     assert torch.equal(grad, torch.where(named, weight, 0))
 
 
-@pytest.mark.native
-def test_gradcheck(device: torch.device) -> None:
-    if device.type != "cpu":
-        pytest.skip("float64 runs on the CPU only")
-    x, layout, _ = make((2, 2), (16, 16), (17, 20), torch.float64, device)
-    assert torch.autograd.gradcheck(lambda x: from_dense(x, layout).values, x.requires_grad_())
-    values = from_dense(x, layout).values.detach().requires_grad_()
-    assert torch.autograd.gradcheck(lambda v: BlockSparseTensor(v, layout).to_dense(), values)
-
-
 def test_what_is_not_finite_stays(device: torch.device) -> None:
     x, layout, named = make((2, 2), (16, 16), (17, 20), torch.float32, device)
     x[0, 0], x[16, 19] = float("nan"), float("inf")
     got = from_dense(x, layout).to_dense()
     assert torch.equal(got.isnan(), torch.where(named, x, 0).isnan())
     assert torch.equal(got.isinf(), torch.where(named, x, 0).isinf())
-
-
-def test_overflow_is_nan(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
-    blocks = from_dense(torch.ones(48, 48, device=device), layout)
-    assert blocks.values.isnan().all() and blocks.to_dense().isnan().all()
-    assert BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout).to_dense().isnan().all()
 
 
 @pytest.mark.native

@@ -40,11 +40,6 @@ def test_a_transposed_layout_is_the_same_buffer(device: torch.device) -> None:
     assert torch.equal((x.mT + y.mT).to_dense(), (x + y).to_dense().mT)
 
 
-def test_overflow_is_nan(device: torch.device) -> None:
-    layout = Layout.from_mask(torch.ones(3, 3, device=device).bool(), 16, capacity=8)
-    assert BlockSparseTensor(torch.ones(8, 16, 16, device=device), layout).mT.values.isnan().all()
-
-
 @pytest.mark.parametrize("kind", [torch.int64, torch.uint8, torch.bool])
 def test_whole_numbers(kind: torch.dtype, device: torch.device) -> None:
     """Where blocks are lost there are the lowest ones."""
@@ -55,12 +50,6 @@ def test_whole_numbers(kind: torch.dtype, device: torch.device) -> None:
     short = from_dense(dense, Layout.from_mask(mask, 16, capacity=3))
     lowest = False if kind is torch.bool else torch.iinfo(kind).min
     assert (short.mT.values == lowest).all()
-
-
-@pytest.mark.native
-def test_compile(compiled, device: torch.device) -> None:
-    x = problem(torch.float32, device)
-    assert torch.equal(compiled(lambda x: x.mT.to_dense())(x), x.to_dense().mT)
 
 
 @pytest.mark.kernels

@@ -62,44 +62,35 @@ def test_on_the_cpu(world: int, files: tuple[str, ...], tmp_path: Path) -> None:
     run_cases(tmp_path, world, "cpu", files)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_it_compiles_in_a_group_of_one() -> None:
     """Of two, with every activation, where the cases run in a start of two: to trace them takes long."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        case_compile(0, 1, torch.device("cpu"), kinds=("batchtopk",))
-    finally:
-        dist.destroy_process_group()
+    case_compile(0, 1, torch.device("cpu"), kinds=("batchtopk",))
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("function", [add_parts, copy_to_ranks])
 def test_sums_over_ranks_compile_with_their_gradients(function: Any, dtype: torch.dtype) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        x = torch.randn(4, 6).to(dtype).requires_grad_()
-        torch._dynamo.reset()
-        compiled = torch.compile(lambda x: function(x.sin(), dist.group.WORLD), fullgraph=True, backend="aot_eager")
-        (got,) = torch.autograd.grad(compiled(x).square().sum(), x, materialize_grads=True)
-        (want,) = torch.autograd.grad(x.sin().square().sum(), x)
-        torch.testing.assert_close(got, want)
-    finally:
-        dist.destroy_process_group()
+    x = torch.randn(4, 6).to(dtype).requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda x: function(x.sin(), dist.group.WORLD), fullgraph=True, backend="aot_eager")
+    (got,) = torch.autograd.grad(compiled(x).square().sum(), x, materialize_grads=True)
+    (want,) = torch.autograd.grad(x.sin().square().sum(), x)
+    torch.testing.assert_close(got, want)
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_neurons_over_ranks_compile_in_a_group_of_one() -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        one = nn.GatedMLP(8, 24, "relu", l1=True)
-        many = parallelize_module(copy.deepcopy(one), init_device_mesh("cpu", (1,)), nn.NeuronParallel())
-        x = torch.randn(5, 8)
-        found, wanted = torch.compile(many, fullgraph=True, backend="aot_eager")(x), one(x)
-        torch.testing.assert_close(found.out, wanted.out)
-        (found.out.sum() + found.activity.l1).backward()
-        (wanted.out.sum() + wanted.activity.l1).backward()
-        for name, parameter in one.named_parameters():
-            torch.testing.assert_close(many.get_parameter(name).grad.full_tensor(), parameter.grad, msg=name)
-    finally:
-        dist.destroy_process_group()
+    one = nn.GatedMLP(8, 24, "relu", l1=True)
+    many = parallelize_module(copy.deepcopy(one), init_device_mesh("cpu", (1,)), nn.NeuronParallel())
+    x = torch.randn(5, 8)
+    found, wanted = torch.compile(many, fullgraph=True, backend="aot_eager")(x), one(x)
+    torch.testing.assert_close(found.out, wanted.out)
+    (found.out.sum() + found.activity.l1).backward()
+    (wanted.out.sum() + wanted.activity.l1).backward()
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(many.get_parameter(name).grad.full_tensor(), parameter.grad, msg=name)
 
 
 @pytest.mark.gpu

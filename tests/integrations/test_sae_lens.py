@@ -59,6 +59,14 @@ def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, **
     return sae
 
 
+def pair(kind: str, device: torch.device) -> tuple[SAE[Any], SAE[Any]]:
+    """An SAE, and a copy that is patched."""
+    plain = make(kind, device)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    return plain, patched
+
+
 def activations(device: torch.device, dtype: torch.dtype = torch.float32, shape: tuple[int, ...] = (40,)) -> Tensor:
     generator = torch.Generator(device).manual_seed(2)
     return torch.randn(*shape, D_IN, generator=generator, device=device).to(dtype)
@@ -143,9 +151,7 @@ def test_small_products_are_those_of_the_class(kind: str, device: torch.device) 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_nan_stays_nan(kind: str, device: torch.device) -> None:
-    plain = make(kind, device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = pair(kind, device)
     x = activations(device)
     x[3] = torch.nan
     with torch.no_grad():
@@ -168,9 +174,7 @@ def test_latents_stay_packed(kind: str, device: torch.device, monkeypatch: pytes
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("point", ["hook_sae_acts_pre", "hook_sae_acts_post", "hook_sae_input", "hook_sae_recons"])
 def test_hooks_fire(kind: str, point: str, device: torch.device) -> None:
-    plain = make(kind, device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = pair(kind, device)
     x = activations(device)
     seen: list[Tensor] = []
 
@@ -189,9 +193,7 @@ def test_hooks_fire(kind: str, point: str, device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_run_with_cache(kind: str, device: torch.device) -> None:
-    plain = make(kind, device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = pair(kind, device)
     with torch.no_grad():
         (expected, cache), (out, other) = (sae.run_with_cache(activations(device)) for sae in (plain, patched))
     torch.testing.assert_close(out, expected)
@@ -246,9 +248,7 @@ def test_hook_z(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind: str, device: torch.device) -> None:
-    plain = make(kind, device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = pair(kind, device)
     x = activations(device)
     grad = torch.randn(40, D_OUT if "transcoder" in kind else D_IN, device=device)
     results = []
@@ -269,9 +269,7 @@ def test_gradients(kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_latents_that_somebody_holds(kind: str, device: torch.device) -> None:
     """An attribution asks for the gradient of every latent, of those that are 0, too."""
-    plain = make(kind, device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = pair(kind, device)
     latents = plain.encode(activations(device)).detach()
     results = []
     for sae in (plain, patched):
@@ -285,9 +283,7 @@ def test_gradients_of_latents_that_somebody_holds(kind: str, device: torch.devic
 
 def test_under_autocast(device: torch.device) -> None:
     for kind in KINDS:
-        plain = make(kind, device)
-        patched = copy.deepcopy(plain)
-        patch(patched)
+        plain, patched = pair(kind, device)
         with torch.no_grad(), torch.autocast(device.type, torch.bfloat16):
             out, expected = patched(activations(device)), plain(activations(device))
         assert out.dtype is expected.dtype, kind
@@ -297,9 +293,7 @@ def test_under_autocast(device: torch.device) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_can_be_changed_saved_and_copied(kind: str, device: torch.device, tmp_path: Path) -> None:
-    plain = make(kind, device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = pair(kind, device)
     x = activations(device)
     assert list(patched.state_dict()) == list(plain.state_dict())
     assert repr(patched) == repr(plain)

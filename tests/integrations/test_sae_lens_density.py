@@ -17,8 +17,9 @@ from gossamer.integrations.sae_lens import patch, unpatch
 from gossamer.rowsparse import DensityTracker
 from tests.integrations import test_sae_lens as inference
 from tests.integrations import test_sae_lens_training as training
+from tests.integrations.models import gradients
 from tests.integrations.test_host import functions
-from tests.integrations.test_sae_lens_training import D_SAE, activations, gradients, make, step
+from tests.integrations.test_sae_lens_training import D_SAE, activations, make, step
 
 
 def fire(sae: TrainingSAE[Any], threshold: float) -> TrainingSAE[Any]:
@@ -47,9 +48,8 @@ def test_dense_is_what_saelens_computes(kind: str, device: torch.device) -> None
 
 @pytest.mark.parametrize("kind", inference.KINDS)
 def test_dense_inference(kind: str, device: torch.device) -> None:
-    plain, x = inference.make(kind, device), inference.activations(device)
-    patched = copy.deepcopy(plain)
-    patch(patched).density.pinned = "dense"
+    (plain, patched), x = inference.pair(kind, device), inference.activations(device)
+    patched._gossamer.report.density.pinned = "dense"
     with torch.no_grad():
         assert torch.equal(patched(x), plain(x))
         torch.testing.assert_close(patched.run_with_cache(x)[0], plain.run_with_cache(x)[0])

@@ -20,6 +20,7 @@ from gossamer.integrations.sae_lens import patch, unpatch
 from gossamer.integrations.sae_lens._latents import Latents, Lazy
 from gossamer.rowsparse import DensityTracker
 from gossamer.testing import assert_close
+from tests.integrations.models import compare_gradients, gradients
 
 D_IN, D_SAE, BATCH = 16, 192, 64
 KINDS = (
@@ -75,6 +76,14 @@ def make(kind: str, device: torch.device, dtype: torch.dtype = torch.float32, **
     return sae
 
 
+def pair(kind: str, device: torch.device) -> tuple[TrainingSAE[Any], TrainingSAE[Any]]:
+    """An SAE, and a copy that is patched."""
+    plain = make(kind, device)
+    patched = copy.deepcopy(plain)
+    patch(patched)
+    return plain, patched
+
+
 def activations(device: torch.device, dtype: torch.dtype = torch.float32, rows: int = BATCH, seed: int = 2) -> Tensor:
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(rows, D_IN, generator=generator, device=device).to(dtype)
@@ -90,10 +99,6 @@ def step(sae: TrainingSAE[Any], x: Tensor, dead: int = 0, backward: bool = True)
     if backward:
         output.loss.backward()
     return output
-
-
-def gradients(sae: TrainingSAE[Any]) -> dict[str, Tensor]:
-    return {name: p.grad for name, p in sae.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture
@@ -121,9 +126,7 @@ def test_compiled(kind: str, device: torch.device) -> None:
     assert isinstance(found.feature_acts, Latents) == (kind in KINDS)
     for name, loss in wanted.losses.items():
         torch.testing.assert_close(found.losses[name], loss, rtol=1e-4, atol=1e-5)
-    assert gradients(patched).keys() == gradients(plain).keys()
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(patched)[name], grad, rtol=1e-4, atol=1e-5)
+    compare_gradients(gradients(patched), gradients(plain), rtol=1e-4, atol=1e-5)
     # What the SAE was compiled with stays, and computes as SAELens does.
     unpatch(patched)
     again = step(patched, activations(device), dead=30)
@@ -133,18 +136,14 @@ def test_compiled(kind: str, device: torch.device) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_compiled_function_of_what_a_step_returns(kind: str, device: torch.device) -> None:
     """It reaches every parameter, the decoder by whose norms latents are scaled among them."""
-    plain = make(kind, device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = pair(kind, device)
 
     def l1(output: TrainStepOutput) -> Tensor:
         return output.feature_acts.abs().sum() + 0.1 * output.hidden_pre.square().sum()
 
     for sae, function in ((plain, l1), (patched, torch.compile(l1, backend="aot_eager"))):
         function(step(sae, activations(device), backward=False)).backward()
-    assert gradients(patched).keys() == gradients(plain).keys()
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(patched)[name], grad, rtol=1e-4, atol=1e-4)
+    compare_gradients(gradients(patched), gradients(plain), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,22 +190,17 @@ def test_the_threshold_where_every_row_overflows(kind: str, device: torch.device
 @pytest.mark.parametrize("kind", KINDS)
 def test_whatever_reads_the_latents_gets_them(kind: str, device: torch.device) -> None:
     """As numbers, and as a part of the graph: a loss of one's own on them has the gradients that it had."""
-    plain = make(kind, device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    plain, patched = pair(kind, device)
     x = activations(device)
     for sae in (plain, patched):
         output = sae.training_forward_pass(TrainStepInput(x, {"l0": 0.1, "l1": 0.1}, None, 0, False))
         (output.loss + 0.1 * (output.feature_acts**2).sum() + 0.01 * torch.tanh(output.hidden_pre).sum()).backward()
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(patched)[name], grad, rtol=1e-4, atol=1e-5)
+    compare_gradients(gradients(patched), gradients(plain), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_the_trainer_counts(kind: str, device: torch.device, materialized: list[str]) -> None:
-    plain, x = make(kind, device), activations(device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    (plain, patched), x = pair(kind, device), activations(device)
     ours, theirs = (step(sae, x).feature_acts for sae in (patched, plain))
     assert isinstance(ours, Latents) and ours.packed
     for axis in (0, -2, 1, -1):
@@ -222,9 +216,7 @@ def test_what_the_trainer_counts(kind: str, device: torch.device, materialized: 
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_read_after_the_optimizer(kind: str, device: torch.device) -> None:
     """Latents are those of the step; pre-activations, which would not be, raise."""
-    plain, x = make(kind, device), activations(device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    (plain, patched), x = pair(kind, device), activations(device)
     ours, theirs = step(patched, x), step(plain, x)
     torch.optim.SGD(patched.parameters(), lr=0.1).step()
     torch.testing.assert_close(ours.feature_acts * 1, theirs.feature_acts)
@@ -256,9 +248,7 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize("name", ["feature_acts", "hidden_pre"])
 def test_no_gradient_is_lost_silently(kind: str, name: str, device: torch.device) -> None:
     """In what goes round the dense tensor, as `autograd.Function.apply` does, or waits for what never comes."""
-    plain, x = make(kind, device), activations(device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    (plain, patched), x = pair(kind, device), activations(device)
 
     def output(sae: TrainingSAE[Any]) -> Tensor:
         found: Tensor = getattr(
@@ -271,8 +261,7 @@ def test_no_gradient_is_lost_silently(kind: str, name: str, device: torch.device
     for sae in (plain, patched):
         sae.zero_grad()
         Doubled.apply(output(sae).clone()).sum().backward()
-    for parameter, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(patched)[parameter], grad, rtol=1e-4, atol=1e-5)
+    compare_gradients(gradients(patched), gradients(plain), rtol=1e-4, atol=1e-5)
     for call in (lambda t: t.retain_grad(), lambda t: t.register_hook(print)):
         with pytest.raises(RuntimeError, match=r"would see no gradient.*hook_sae_acts_post"):
             call(output(patched))
@@ -292,9 +281,7 @@ def test_a_check_names_negative_thresholds(device: torch.device) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("point", ["hook_sae_acts_pre", "hook_sae_acts_post", "hook_sae_input", "hook_sae_recons"])
 def test_hooks(kind: str, point: str, device: torch.device) -> None:
-    plain, x = make(kind, device), activations(device)
-    patched = copy.deepcopy(plain)
-    patch(patched)
+    (plain, patched), x = pair(kind, device), activations(device)
     outputs, seen = [], []
     for sae in (plain, patched):
 
@@ -308,8 +295,7 @@ def test_hooks(kind: str, point: str, device: torch.device) -> None:
     (theirs, forward), (ours, patched_forward) = outputs
     torch.testing.assert_close(ours.loss, theirs.loss)
     torch.testing.assert_close(patched_forward, forward)
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(patched)[name], grad, rtol=1e-4, atol=1e-5)
+    compare_gradients(gradients(patched), gradients(plain), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -340,8 +326,7 @@ def test_what_is_left(kind: str, device: torch.device) -> None:
     ours, theirs = step(patched, x, dead=5), step(plain, x, dead=5)
     assert type(ours.feature_acts) is Tensor
     torch.testing.assert_close(ours.loss, theirs.loss)
-    for name, grad in gradients(plain).items():
-        torch.testing.assert_close(gradients(patched)[name], grad, rtol=1e-4, atol=1e-5)
+    compare_gradients(gradients(patched), gradients(plain), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -19,6 +19,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 from gossamer.integrations import transformers as integration  # noqa: E402
 from gossamer.integrations.transformers import Activations  # noqa: E402
+from tests.extract.extraction import Killed, contents, stop_at  # noqa: E402
 
 pytestmark = pytest.mark.native
 
@@ -64,10 +65,6 @@ def language_model(family: str = "gpt2") -> Any:
 def autoencoder() -> TopKSAE:
     torch.manual_seed(0)
     return TopKSAE(D, 64, 4)
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {file.name: file.read_bytes() for file in sorted(folder.iterdir())}
 
 
 def expected_contexts(tokenizer: Any, size: int) -> list[list[int]]:
@@ -250,10 +247,6 @@ def test_pieces_of_other_tokenizers() -> None:
     assert source.text.vocabulary == {0: " the", 1: "\udce4", 2: " "}
 
 
-class Stopped(BaseException):
-    pass
-
-
 def test_resumed(tmp_path: Path) -> None:
     """The same bytes after a break, without reading again what lies before."""
     sae, calls = autoencoder(), []
@@ -263,12 +256,8 @@ def test_resumed(tmp_path: Path) -> None:
 
     extract(make(), sae, tmp_path / "whole", **SIZES)
 
-    def stop(done: int, total: int | None) -> None:
-        if done >= 80:
-            raise Stopped
-
-    with pytest.raises(Stopped):
-        extract(make(), sae, tmp_path / "out", progress=stop, **SIZES)
+    with pytest.raises(Killed):
+        extract(make(), sae, tmp_path / "out", progress=stop_at(80), **SIZES)
     with pytest.raises(ValueError, match="text = another one"):
         extract(make([*TEXTS, "more"]), sae, tmp_path / "out", **SIZES)
     with pytest.raises(ValueError, match="text = another one"):

@@ -1,9 +1,8 @@
 """integrations.transformers.patch_attention on models of transformers with small random configurations."""
 
 import copy
+import functools
 import pickle
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,18 +21,10 @@ from gossamer.integrations.transformers import (  # noqa: E402
     train_indexers,
     unpatch,
 )
+from tests.integrations import models  # noqa: E402
+from tests.integrations.models import compare_gradients, gradients, logits  # noqa: E402
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
-    "pad_token_id": 0,
-    "eos_token_id": None,
-}
+SMALL = {**models.SMALL, "intermediate_size": 48, "num_key_value_heads": 2, "eos_token_id": None}
 KINDS: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Mistral": {"sliding_window": None},
@@ -66,13 +57,7 @@ def make(kind: str, device: torch.device, **options: Any) -> nn.Module:
     return model
 
 
-def tokens(device: torch.device, batch: int = 2, length: int = 20) -> Tensor:
-    return torch.randint(1, 97, (batch, length), generator=torch.Generator().manual_seed(1)).to(device)
-
-
-@torch.no_grad()
-def logits(model: nn.Module, ids: Tensor, **options: Any) -> Tensor:
-    return model(input_ids=ids, **options).logits
+tokens = functools.partial(models.tokens, length=20)
 
 
 def close(got: Tensor, wanted: Tensor) -> None:
@@ -105,14 +90,16 @@ def test_dense_until_k_and_undone(kind: str, gates: bool, device: torch.device) 
             call(model)
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_generation_with_and_without_a_cache(kind: str, implementation: str, device: torch.device) -> None:
+@pytest.mark.parametrize(
+    "kind, implementation, share",
+    [*((kind, way, 1) for kind in ("Llama", "Qwen3") for way in ("sdpa", "eager")), ("Llama", "sdpa", 2)],
+)
+def test_generation_with_and_without_a_cache(kind: str, implementation: str, share: int, device: torch.device) -> None:
     """Greedy, past k_base keys, with a growing cache, a static one, and none."""
-    model, ids = make(kind, device), tokens(device)
+    model, ids = make(kind, device, num_hidden_layers=2 if share == 1 else 5), tokens(device)
     model.set_attn_implementation(implementation)
     dense = model.generate(ids, max_new_tokens=12, do_sample=False)
-    patch_attention(model, **SPARSE)
+    patch_attention(model, share=share, **SPARSE)
     options = {"max_new_tokens": 12, "do_sample": False}
     text = model.generate(ids, **options, use_cache=False)
     assert not torch.equal(text, dense)
@@ -120,13 +107,16 @@ def test_generation_with_and_without_a_cache(kind: str, implementation: str, dev
     assert torch.equal(model.generate(ids, **options, cache_implementation="static", disable_compile=True), text)
     beams = [model.generate(ids, **options, num_beams=3, use_cache=cache) for cache in (False, True)]
     assert torch.equal(*beams)
+    # Only the layers that select keep an indexer's keys.
+    cache = model(ids, use_cache=True).past_key_values
+    assert [layer.keys.shape[1] for layer in cache.layers] == ([4, 4] if share == 1 else [4, 2, 4, 2, 4])
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-def test_padding_changes_nothing(implementation: str, device: torch.device) -> None:
-    model, ids = make("Llama", device), tokens(device, 3)
+@pytest.mark.parametrize("implementation, share", [("sdpa", 1), ("eager", 1), ("sdpa", 4)])
+def test_padding_changes_nothing(implementation: str, share: int, device: torch.device) -> None:
+    model, ids = make("Llama", device, num_hidden_layers=2 if share == 1 else 5), tokens(device, 3)
     model.set_attn_implementation(implementation)
-    patch_attention(model, **SPARSE)
+    patch_attention(model, share=share, **SPARSE)
     lengths = (20, 13, 5)
     alone = [logits(model, ids[b : b + 1, :n]) for b, n in enumerate(lengths)]
     for left in (True, False):
@@ -200,7 +190,7 @@ def test_padding_may_stand_among_the_tokens(implementation: str, device: torch.d
 
 def test_the_indexer_learns(device: torch.device) -> None:
     """In a dense warm-up, then beside the selected keys; nothing else gets a gradient, and selections get better."""
-    model, ids = make("Llama", device), tokens(device, 4, 48)
+    model, ids = make("Llama", device), tokens(device, 4, length=48)
     dense = logits(model, ids)
     patch_attention(model, **{**SPARSE, "d_indexer": 16, "n_idx_heads": 4})
     before = (logits(model, ids) - dense).norm()
@@ -225,18 +215,20 @@ def test_the_indexer_learns(device: torch.device) -> None:
         indexer_loss(model)
 
 
-def test_training_with_checkpoints(device: torch.device) -> None:
-    model, ids = make("Llama", device).train(), tokens(device)
-    patch_attention(model, **SPARSE)
+@pytest.mark.parametrize("share", [1, 3])
+def test_training_with_checkpoints(share: int, device: torch.device) -> None:
+    """Layers that are computed again, after another forward pass too, use the selection of their own pass."""
+    model, ids = make("Llama", device, num_hidden_layers=2 if share == 1 else 5).train(), tokens(device)
+    patch_attention(model, share=share, **SPARSE)
     grads = []
     for _ in range(2):
         model.zero_grad()
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
-        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
+        losses = [model(input_ids=text, labels=text, use_cache=False).loss for text in (ids, ids.flip(1))]
+        sum(losses).backward()
+        grads.append(gradients(model))
         model.gradient_checkpointing_enable()
-    assert len(grads[0]) == len(grads[1]) == sum("indexer" not in name for name, _ in model.named_parameters())
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
+    assert len(grads[0]) == sum("indexer" not in name for name, _ in model.named_parameters())
+    compare_gradients(grads[1], grads[0], rtol=1e-4, atol=1e-6)
 
 
 def test_copies_and_mlps(device: torch.device) -> None:
@@ -257,7 +249,6 @@ def test_what_is_left(device: torch.device) -> None:
         ({"attention_dropout": 0.5}, "drops out 0.5"),
         ({"sliding_window": 8}, "sliding window of 8 tokens"),
     ):
-        model = make("Mistral", device) if "sliding" not in str(options) else None
         config = transformers.MistralConfig(**{**SMALL, **KINDS["Mistral"], **options})
         model = transformers.MistralForCausalLM(config)
         report = patch_attention(model)
@@ -279,7 +270,7 @@ def test_what_is_left(device: torch.device) -> None:
 @pytest.mark.parametrize("rule", ["variance", "entropy", "learned"])
 def test_adaptive_numbers_of_keys(rule: str, device: torch.device) -> None:
     """With padding too; generation with a cache selects the same, and what a rule knows is saved and moved."""
-    model, ids = make("Llama", device), tokens(device, 2, 40)
+    model, ids = make("Llama", device), tokens(device, length=40)
     patch_attention(model, **SPARSE, adaptive=rule, share=[[0, 1]] if rule == "entropy" else 1)
     assert all(tensor.device.type == device.type for tensor in model.state_dict().values())
     mask = torch.ones_like(ids)
@@ -335,13 +326,3 @@ def test_a_given_selection_may_look_ahead(device: torch.device) -> None:
     plain = logits(llama, ids, attention_mask=prefix[:, None])
     llama.set_attn_implementation(register_selection())
     close(logits(llama, ids, selection=Selection.from_mask(prefix)), plain)
-
-
-def test_docs() -> None:
-    """The examples of the page, one after the other."""
-    page = (Path(__file__).parents[2] / "docs" / "integrations.md").read_text(encoding="utf-8")
-    names: dict[str, Any] = {}
-    section = page.split("## Hugging Face models: attention over selected keys")[1]
-    for block in re.findall(r"^```python\n(.*?)^```$", section, re.S | re.M):
-        exec(block, names)
-    assert names["text"].shape == (1, 68) and names["logits"].shape == (1, 64, 97)

@@ -17,7 +17,8 @@ from gossamer.integrations.transformers import (  # noqa: E402
     train_indexers,
     unpatch,
 )
-from tests.integrations.test_transformers_attention import SPARSE, logits, make, tokens  # noqa: E402
+from tests.integrations.models import logits  # noqa: E402
+from tests.integrations.test_transformers_attention import SPARSE, make, tokens  # noqa: E402
 
 
 def five(device: torch.device) -> nn.Module:
@@ -102,39 +103,10 @@ def test_the_inner_model_and_what_is_left(device: torch.device) -> None:
     assert logits(model, ids).isfinite().all()
 
 
-def test_generation_with_and_without_a_cache(device: torch.device) -> None:
-    model, ids = five(device), tokens(device)
-    patch_attention(model, share=2, **SPARSE)
-    options = {"max_new_tokens": 12, "do_sample": False}
-    text = model.generate(ids, **options, use_cache=False)
-    assert torch.equal(model.generate(ids, **options), text)
-    assert torch.equal(model.generate(ids, **options, cache_implementation="static", disable_compile=True), text)
-    beams = [model.generate(ids, **options, num_beams=3, use_cache=cache) for cache in (False, True)]
-    assert torch.equal(*beams)
-    # Only the layers that select keep an indexer's keys.
-    cache = model(ids, use_cache=True).past_key_values
-    assert [layer.keys.shape[1] for layer in cache.layers] == [4, 2, 4, 2, 4]
-
-
-def test_padding_changes_nothing(device: torch.device) -> None:
-    model, ids = five(device), tokens(device, 3)
-    patch_attention(model, share=4, **SPARSE)
-    for left in (True, False):
-        mask, padded = torch.zeros_like(ids), torch.zeros_like(ids)
-        lengths = (20, 13, 5)
-        for b, n in enumerate(lengths):
-            there = slice(20 - n, 20) if left else slice(0, n)
-            mask[b, there], padded[b, there] = 1, ids[b, :n]
-        out = logits(model, padded, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0))
-        for b, n in enumerate(lengths):
-            alone = logits(model, ids[b : b + 1, :n])[0]
-            torch.testing.assert_close(out[b][mask[b] == 1], alone, rtol=1e-3, atol=1e-4)
-
-
 @pytest.mark.parametrize("stage", ["dense", "sparse"])
 def test_an_indexer_learns_from_all_its_layers(stage: str, device: torch.device) -> None:
     """Its gradient is that of the mean of the layers' losses, each over the same keys."""
-    model, ids = five(device), tokens(device, 4, 30)
+    model, ids = five(device), tokens(device, 4, length=30)
     patch_attention(model, share=[[0, 1, 2], [3, 4]], **SPARSE)
     parameters = train_indexers(model, stage)
     assert len(parameters) == 2 * 5
@@ -162,22 +134,6 @@ def test_an_indexer_learns_from_all_its_layers(stage: str, device: torch.device)
     torch.testing.assert_close(loss, wanted, rtol=1e-5, atol=1e-6)
     for grad, expected in zip(got, torch.autograd.grad(wanted, parameters), strict=True):
         torch.testing.assert_close(grad, expected, rtol=1e-4, atol=1e-6)
-
-
-def test_training_with_checkpoints(device: torch.device) -> None:
-    """Layers that are computed again, after another forward pass too, use the selection of their own pass."""
-    model, ids = five(device).train(), tokens(device)
-    patch_attention(model, share=3, **SPARSE)
-    grads = []
-    for _ in range(2):
-        model.zero_grad()
-        losses = [model(input_ids=text, labels=text, use_cache=False).loss for text in (ids, ids.flip(1))]
-        sum(losses).backward()
-        grads.append({name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None})
-        model.gradient_checkpointing_enable()
-    assert len(grads[0]) == len(grads[1]) == sum("indexer" not in name for name, _ in model.named_parameters())
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-4, atol=1e-6, msg=name)
 
 
 def test_compiles(device: torch.device) -> None:

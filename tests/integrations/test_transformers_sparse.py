@@ -12,15 +12,15 @@ transformers = pytest.importorskip("transformers")
 
 from gossamer.integrations.transformers import patch, unpatch  # noqa: E402
 from gossamer.testing import assert_close  # noqa: E402
+from tests.integrations.models import (  # noqa: E402
+    SMALL,
+    compare_gradients,
+    exact_logits,
+    gradients,
+    logits,
+    tokens,
+)
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-}
 MLP = {**SMALL, "intermediate_size": 72, "num_key_value_heads": 2}
 T5 = {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 72, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.1}
 M2M100 = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
@@ -58,16 +58,6 @@ def make(kind: str, device: torch.device, **more: Any) -> Any:
     return model
 
 
-def tokens(device: torch.device) -> Tensor:
-    return torch.randint(1, 97, (2, 9), generator=torch.Generator().manual_seed(1)).to(device)
-
-
-def logits(model: Any, ids: Tensor) -> Tensor:
-    extra = {"decoder_input_ids": ids[:, :7]} if model.config.is_encoder_decoder else {}
-    with torch.no_grad():
-        return model(input_ids=ids, **extra).logits
-
-
 def blocks(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if "sparse_block" in module.__dict__]
 
@@ -77,7 +67,7 @@ def test_same_logits_and_generations(kind: str, device: torch.device) -> None:
     if not hasattr(transformers, f"{CONFIGS[kind][0]}Config"):
         pytest.skip("not in this version of transformers")
     model, ids = make(kind, device), tokens(device)
-    plain, exact = logits(model, ids), logits(copy.deepcopy(model).cpu().double(), ids.cpu()).to(device)
+    plain, exact = logits(model, ids), exact_logits(model, ids)
     text = model.generate(ids, max_new_tokens=12, do_sample=False)
     keys = list(model.state_dict())
     report = patch(model, sparse=True)
@@ -114,8 +104,7 @@ def test_a_write_that_no_version_counts_is_seen(kind: str, device: torch.device)
         patched = logits(model, ids)
         unpatched = copy.deepcopy(model)
         unpatch(unpatched)
-        exact = logits(copy.deepcopy(unpatched).cpu().double(), ids.cpu()).to(device)
-        assert_close(patched, reference64=exact, plain=logits(unpatched, ids))
+        assert_close(patched, reference64=exact_logits(unpatched, ids), plain=logits(unpatched, ids))
     assert len(downs) == 2
 
 
@@ -124,7 +113,7 @@ def test_a_write_that_no_version_counts_is_seen(kind: str, device: torch.device)
 def test_16_bit(kind: str, method: str, device: torch.device) -> None:
     """T5 keeps a layer in float32 in float16, and not in bfloat16."""
     ids, model = tokens(device), make(kind, device).bfloat16()
-    plain, exact = logits(model, ids), logits(copy.deepcopy(model).cpu().double(), ids.cpu()).to(device)
+    plain, exact = logits(model, ids), exact_logits(model, ids)
     patch(model, sparse=method)
     assert_close(logits(model, ids), reference64=exact, plain=plain)
     assert {module.sparse_block.last_path for module in blocks(model)} <= {method, "dense"}
@@ -139,11 +128,10 @@ def test_training(kind: str, device: torch.device) -> None:
         model.zero_grad()
         torch.manual_seed(3)
         model(input_ids=ids, labels=ids).loss.backward()
-        grads.append({name: parameter.grad.clone() for name, parameter in model.named_parameters()})
+        grads.append(gradients(model))
         if not turn:
             patch(model, sparse=True)
-    for name, grad in grads[0].items():
-        torch.testing.assert_close(grads[1][name], grad, rtol=1e-3, atol=1e-5, msg=name)
+    compare_gradients(grads[1], grads[0], rtol=1e-3, atol=1e-5)
     # Gated blocks train on lists of their entries where these are few, and half of them are active here.
     assert all(module.sparse_block.last_path in (None, "dense", "fused") for module in blocks(model))
 

@@ -14,7 +14,8 @@ pytest.importorskip("accelerate")
 
 from gossamer.integrations.transformers import activity, patch, sparsity_callback, unpatch  # noqa: E402
 from gossamer.sparsity import L1Schedule  # noqa: E402
-from tests.integrations.test_transformers_sparse import blocks, make, tokens  # noqa: E402
+from tests.integrations.models import tokens  # noqa: E402
+from tests.integrations.test_transformers_sparse import blocks, make  # noqa: E402
 
 PARTS = {
     "Llama": ("gate_proj", "up_proj"), "Phi3": ("gate_up_proj", None), "Arcee": ("up_proj", None), "OPT": ("fc1", None),

@@ -312,24 +312,20 @@ def test_files_that_do_not_fit(device: torch.device, generator: torch.Generator,
         nn.save_sae(None, tmp_path / "other", layout="circuit_tracer")  # type: ignore[arg-type]
 
 
+@pytest.mark.usefixtures("one_rank")
 def test_one_process_of_a_group(device: torch.device, generator: torch.Generator, tmp_path: Path) -> None:
     """Two and more are in tests/distributed."""
     x, y = rows(24, generator)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        for kind, options in CASES:
-            model = across(kind, device, **options)
-            sharded = nn.CrossLayerTranscoder(nn.shard_sae(layer) for layer in copy.deepcopy(model).layers)  # type: ignore[type-var]
-            got, want = sharded.loss(x, y), model.loss(x, y)
-            torch.testing.assert_close(got.loss, want.loss)
-            torch.testing.assert_close(dense.gradients(got, sharded), dense.gradients(want, model))
-        with pytest.raises(TypeError, match=r"nn\.save_sae: model holds a slice .* Save model\.gathered\(\)"):
-            nn.save_sae(sharded, tmp_path, layout="circuit_tracer")
-        code = nn.Crosscoder(nn.shard_sae(nn.TopKSAE(L * D_IN, D_SAE, 6).to(device)), L)
-        assert code(x).shape == x.shape and code.decoder_norms.shape == (D_SAE, L)
-    finally:
-        torch.distributed.destroy_process_group()
+    for kind, options in CASES:
+        model = across(kind, device, **options)
+        sharded = nn.CrossLayerTranscoder(nn.shard_sae(layer) for layer in copy.deepcopy(model).layers)  # type: ignore[type-var]
+        got, want = sharded.loss(x, y), model.loss(x, y)
+        torch.testing.assert_close(got.loss, want.loss)
+        torch.testing.assert_close(dense.gradients(got, sharded), dense.gradients(want, model))
+    with pytest.raises(TypeError, match=r"nn\.save_sae: model holds a slice .* Save model\.gathered\(\)"):
+        nn.save_sae(sharded, tmp_path, layout="circuit_tracer")
+    code = nn.Crosscoder(nn.shard_sae(nn.TopKSAE(L * D_IN, D_SAE, 6).to(device)), L)
+    assert code(x).shape == x.shape and code.decoder_norms.shape == (D_SAE, L)
 
 
 X = torch.ones(3, 2, 4)

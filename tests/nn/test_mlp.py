@@ -203,21 +203,18 @@ def test_exported(device: torch.device, compiled: Any) -> None:
         assert "linear_glu" in program.graph_module.code
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.native
 def test_layers_sharded_one_by_one() -> None:
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        mesh = torch.distributed.init_device_mesh("cpu", (1,))
-        model, x = nn.GatedMLP(8, 24), torch.randn(3, 8)
-        expected = model(x)
-        for layer in (model.up_proj, model.down_proj):
-            fully_shard(layer, mesh=mesh)
-        model(x).sum().backward()
-        torch.testing.assert_close(model(x), expected)
-        whole = fully_shard(nn.GatedMLP(8, 24), mesh=mesh)
-        whole(x).sum().backward()
-    finally:
-        torch.distributed.destroy_process_group()
+    mesh = torch.distributed.init_device_mesh("cpu", (1,))
+    model, x = nn.GatedMLP(8, 24), torch.randn(3, 8)
+    expected = model(x)
+    for layer in (model.up_proj, model.down_proj):
+        fully_shard(layer, mesh=mesh)
+    model(x).sum().backward()
+    torch.testing.assert_close(model(x), expected)
+    whole = fully_shard(nn.GatedMLP(8, 24), mesh=mesh)
+    whole(x).sum().backward()
 
 
 @pytest.mark.parametrize("kind", [nn.GatedMLP, nn.MLP])

@@ -160,22 +160,18 @@ def test_its_latents_are_extracted(device: torch.device, generator: torch.Genera
     torch.testing.assert_close(found.to(device), model.eval().encode(x).to_dense().detach())
 
 
+@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("skip", [False, True])
 def test_one_process_of_a_group(skip: bool, device: torch.device, generator: torch.Generator) -> None:
     """Two and more are in tests/distributed."""
     x = dense.sample(40, generator)
     model = dense.make("transcoder", device, skip=skip)
     wanted = copy.deepcopy(model).loss(x, dense.targets(x))
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    torch.distributed.init_process_group(backend, store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        for got in (
-            nn.data_parallel_sae(copy.deepcopy(model))(x, dense.targets(x)),
-            nn.shard_sae(model).loss(x, dense.targets(x)),
-        ):
-            torch.testing.assert_close(got.loss, wanted.loss)
-    finally:
-        torch.distributed.destroy_process_group()
+    for got in (
+        nn.data_parallel_sae(copy.deepcopy(model))(x, dense.targets(x)),
+        nn.shard_sae(model).loss(x, dense.targets(x)),
+    ):
+        torch.testing.assert_close(got.loss, wanted.loss)
 
 
 X = torch.ones(3, 4)

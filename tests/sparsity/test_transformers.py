@@ -8,7 +8,8 @@ pytest.importorskip("transformers")
 
 from gossamer import sparsity
 from gossamer.integrations.transformers import patch
-from tests.integrations.test_transformers_sparse import make, tokens
+from tests.integrations.models import tokens
+from tests.integrations.test_transformers_sparse import make
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Arcee", "OPT"])
