@@ -5,6 +5,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from gossamer._core import launch, tuning
+
 
 @triton.jit
 def wide_product(
@@ -19,6 +21,13 @@ def wide_product(
         b = tl.load(b_ptr + b_at[:, None] + column[None, :], mask=b_read[:, None] & some, other=0.0)
         s = tl.dot(a, b.T, s, input_precision=PRECISION)
     return s
+
+
+def chunk_of(x: Tensor) -> int:
+    """The CHUNK of products of rows like x that are read anew for each tile: all columns, or as many as registers hold
+    of float32 that is multiplied without tensor cores."""
+    precise = x.element_size() > 2 and tuning.dot_precision(x, x.shape[-1])["PRECISION"] == "ieee"
+    return min(32 if precise else 256, launch.next_power_of_2(max(16, x.shape[-1])))
 
 
 @triton.jit

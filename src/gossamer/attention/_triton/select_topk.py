@@ -41,14 +41,13 @@ from gossamer.attention._triton._indexer import (
     in_units,
     load_bias,
     load_gates,
-    load_tile,
     valid_keys,
     visible_keys,
 )
-from gossamer.attention._triton._products import stages_of
+from gossamer.attention._triton._products import chunk_of, stages_of, wide_product
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.few_rows import find_in_segments
-from gossamer.attention._triton.indexer_scores import check_width, fast, kernel_activation, tile
+from gossamer.attention._triton.indexer_scores import check_width, fast, kernel_activation
 from gossamer.attention._triton.threshold import find_thresholds, load_words, reaching_both
 from gossamer.attention.records import SelectTopk
 
@@ -82,13 +81,6 @@ def unfolded(x, ACTIVATION: tl.constexpr):
 
 
 @triton.jit
-def add_head(score, q, k, weight, bias, scale, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr):
-    """score + weight * activation of q . k * scale + bias."""
-    x = tl.dot(q, k.T, input_precision=PRECISION) * scale + bias
-    return score + weight[:, None] * unfolded(x, ACTIVATION)
-
-
-@triton.jit
 def key_of(score, ACTIVATION: tl.constexpr):
     """The key of a score, in the low bits: for "relu" the upper bits of its magnitude plus TINY, either
     side of ZERO."""
@@ -118,12 +110,10 @@ def store_keys(out, key, at, UNIT: tl.constexpr):
 def _index_keys_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
-    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    UNIT: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, BLOCK_M rows of the slab), the longest rows first."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
-    HELD: tl.constexpr = HEADS * BLOCK_D <= 512
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     batch = ((first + block * BLOCK_M) // padded).to(tl.int64)
     rows = (first + block * BLOCK_M) % padded + tl.arange(0, BLOCK_M)
@@ -136,12 +126,6 @@ def _index_keys_kernel(
         total += tl.abs(load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION))
     norm, lowest, part = folded(total, ACTIVATION)
     scale *= part
-    queries = ()
-    weights = ()
-    if HELD:
-        for h in tl.static_range(HEADS):
-            queries = queries + (load_tile(q_ptr + tl.cast(h, tl.int64) * stride_qh, rows, stride_qt, Tq, D, BLOCK_D),)
-            weights = weights + (load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm,)
     out = keys_ptr + (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
     least = tl.min(tl.where(rows < Tq, visible, Tk), axis=0)
     end = tl.max(visible, axis=0)
@@ -150,18 +134,13 @@ def _index_keys_kernel(
         end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
     for at in range(tl.program_id(0) * BLOCK_N, end, tl.num_programs(0) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr, keys, D, Tk, D, BLOCK_D)
         score = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + lowest[:, None]
-        if HELD:
-            for h in tl.static_range(HEADS):
-                bias = load_bias(bias_ptr, h) * part
-                score = add_head(score, queries[h], k, weights[h], bias, scale, PRECISION, ACTIVATION)
-        else:
-            for h in range(HEADS):
-                q = load_tile(q_ptr + tl.cast(h, tl.int64) * stride_qh, rows, stride_qt, Tq, D, BLOCK_D)
-                weight = load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm
-                bias = load_bias(bias_ptr, h) * part
-                score = add_head(score, q, k, weight, bias, scale, PRECISION, ACTIVATION)
+        for h in range(HEADS):
+            of_head = q_ptr + tl.cast(h, tl.int64) * stride_qh
+            x = wide_product(of_head, rows * stride_qt, rows < Tq, k_ptr, keys * D, keys < Tk, D, CHUNK, PRECISION)
+            x = x * scale + load_bias(bias_ptr, h) * part
+            weight = load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm
+            score += weight[:, None] * unfolded(x, ACTIVATION)
         key = key_of(score, ACTIVATION).to(tl.int16)
         if at + BLOCK_N > least:
             key = tl.where(keys[None, :] < visible[:, None], key, 0).to(tl.int16)
@@ -172,11 +151,10 @@ def _index_keys_kernel(
 def _index_keys_of_few_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr, PRECISION: tl.constexpr,
-    ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (query of the slab, part of the keys): a query's heads are the rows of one product."""
-    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(D, 16))
     BLOCK_H: tl.constexpr = triton.next_power_of_2(max(HEADS, 16))
     row = tl.program_id(0) // Tq * padded + tl.program_id(0) % Tq
     batch, t = ((first + row) // padded).to(tl.int64), (first + row) % padded
@@ -187,15 +165,16 @@ def _index_keys_of_few_kernel(
     gates = tl.where(held, gates, 0.0)
     norm, lowest, part = folded(tl.sum(tl.abs(gates), axis=0), ACTIVATION)
     bias = tl.zeros([BLOCK_H], tl.float32) + load_bias(bias_ptr, head) * part
-    q = load_tile(q_ptr + batch * stride_qb + t.to(tl.int64) * stride_qt, head, stride_qh, HEADS, D, BLOCK_D)
+    q_ptr += batch * stride_qb + t.to(tl.int64) * stride_qt
+    k_ptr += batch * stride_kb
     end = visible
     if UNIT > 1:
         # Readers of columns take 8 at once.
         end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
     for at in range(tl.program_id(1) * BLOCK_N, end, tl.num_programs(1) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
-        k = load_tile(k_ptr + batch * stride_kb, keys, D, Tk, D, BLOCK_D)
-        x = tl.dot(q, k.T, input_precision=PRECISION) * (scale * part) + bias[:, None]
+        x = wide_product(q_ptr, head.to(tl.int64) * stride_qh, held, k_ptr, keys * D, keys < Tk, D, CHUNK, PRECISION)
+        x = x * (scale * part) + bias[:, None]
         score = lowest + tl.sum((gates * norm)[:, None] * tl.where(held[:, None], unfolded(x, ACTIVATION), 0.0), axis=0)
         key = tl.where(keys < visible, key_of(score, ACTIVATION), 0).to(tl.int16)
         store_keys(keys_ptr + row.to(tl.int64) * stride + tl.zeros([1, 1], tl.int64), key[None, :], at, UNIT)
@@ -392,12 +371,11 @@ class _Call:
             sparing = hopper.Sparing(flags)
             hopper.launch_index_keys(self.tiles, given, slab.rows, self.sizes(slab), *self.scored, sparing)
             return
-        block = tile(self.d, self.q.element_size())
-        rows, columns = min(block["BLOCK_M"], self.unit), block["BLOCK_N"]
+        rows, columns = self.unit, 64
         scale, activation = self.scored
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
-        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_N": columns, "UNIT": self.granularity}
-        meta |= {"PRECISION": precision, "ACTIVATION": kernel_activation(activation, self.q)}
+        meta = {"HEADS": self.heads, "D": self.d, "CHUNK": chunk_of(self.q), "BLOCK_N": columns}
+        meta |= {"UNIT": self.granularity, "PRECISION": precision, "ACTIVATION": kernel_activation(activation, self.q)}
         blocks = slab.rows // self.padded * self.tq if self.heads_as_rows else slab.rows // rows
         # Enough programs that the last wave is short.
         tiles = slab.columns * self.granularity // columns
@@ -498,12 +476,12 @@ def select_topk(given: SelectTopk) -> Tensor:
 
 EXAMPLES = {
     _index_keys_kernel: {
-        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "UNIT": 1,
-        "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "CHUNK": 64, "BLOCK_M": 64, "BLOCK_N": 64,
+        "UNIT": 1, "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _index_keys_of_few_kernel: {
-        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_N": 64, "UNIT": 1, "PRECISION": "ieee",
-        "ACTIVATION": "sigmoid", "num_stages": 3,
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "CHUNK": 64, "BLOCK_N": 64, "UNIT": 1,
+        "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _take_kernel: {
         "keys_ptr": "*i16", "threshold_ptr": "*i32", "ROWS": 64, "BLOCK": 256, "UNIT": 1, "FORCED": True,
