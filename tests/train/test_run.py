@@ -257,9 +257,11 @@ def test_blocks_are_chosen_by_their_light_entries(
     monkeypatch.setattr(loop, "lists_are_faster", faster)
     monkeypatch.setattr(loop, "FULL", 0)
     run.device, run.step = torch.device("cuda"), loop.CHOSEN
-    run.records = [{"l0/00": 30.0, "l0/01": 5.0, "light/00": 2.0, "light/01": 5.0}] * loop.CHOSEN
+    entries = {"l0/00": 30.0, "l0/01": 5.0, "light/00": 2.0, "light/01": 5.0, "hot/00": 9.0, "hot/01": 0.0}
+    run.records = [entries] * loop.CHOSEN
     run._choose()
     assert [block.method for block in run.model.blocks()] == ["gather", "fused"] and means == [2.0, 5.0]
+    assert [block.density.hot.pinned for block in run.model.blocks()] == ["16", "0"]
 
 
 def test_other_settings_are_refused(corpus: Corpus, tmp_path: Path) -> None:
