@@ -11,7 +11,6 @@ list: they are columns of dense products.
 import torch
 from torch import Tensor
 
-from gossamer._core import tuning
 from gossamer._core.compiling import together, walk
 from gossamer.ffn._triton import heavy, train_columns, train_heavy, train_hot, train_rows
 from gossamer.ffn._triton.entry_lists import Hot, RowLists, Weights, column_lists, row_lists
@@ -53,8 +52,7 @@ def sparse_training(call: SparseTraining) -> Trained:
     out, l1 = train_rows.forward(lists, x, weights, call.down_bias, squared)
     heavy.project(lists.rows[1], x, (*weights, call.down_bias), out, squared, (l1, lists.fired))
     train_hot.forward(hot, x, weights, out, l1, squared)
-    mean = torch.empty((), dtype=torch.float32, device=x.device)
-    train_rows.mean(l1, mean)
+    mean = l1.mean()
     kept = (lists.values, lists.columns, lists.rows, hot.listed, hot.values)
     if walk.pool is not None:
         # One kernel of the backward pass takes as long to compile as all others do beside it.
@@ -81,11 +79,10 @@ def sparse_training_bwd(call: SparseTrainingBwd) -> tuple[Tensor, Tensor, Tensor
     del dots
     sums = torch.empty(2, n, dtype=torch.float32, device=x.device)
     dx = torch.empty_like(x)
-    beside = tuning.dependent_launch(x.device)
     pair = by_column[0], None if weights.up is None else by_column[1]
-    grad_gate, grad_up, _ = weight_gradients(by_neuron, pair, x, weights.gate, sums=sums, beside=beside)
+    grad_gate, grad_up, _ = weight_gradients(by_neuron, pair, x, weights.gate, sums=sums)
     second = None if weights.up is None else (by_row[1], weights.up)
-    train_rows.multiply_rows(columns, offsets, (by_row[0], weights.gate), second, None, dx, beside=beside)
+    train_rows.multiply_rows(columns, offsets, (by_row[0], weights.gate), second, None, dx)
     del by_neuron, by_column, by_row, pair, second
     grads = (grad_down, grad_gate, grad_up)
     train_hot.backward(listed, hot_values, x, weights, grad, share, dx, grads, sums, squared)

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from gossamer._core import launch
 from gossamer.ffn._triton.entry_lists import ColumnLists, Tile, halves, load, offset_of, through, wide
@@ -43,12 +42,9 @@ def _ffn_train_weights_kernel(
     offsets_ptr, rows_ptr, first_ptr, second_ptr, x_ptr, w_ptr, dots_ptr, grad_first_ptr, grad_second_ptr, sums_ptr,
     room, N, K,
     BLOCK_E: tl.constexpr, BLOCK_K: tl.constexpr, SIDE: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
-    BESIDE: tl.constexpr,
 ):  # fmt: skip
     """Program (neuron, slice). `second_ptr` and `w_ptr` may be absent, with what belongs to them. sums_ptr, if any:
-    [2, N], the sums of both sets of values. With BESIDE the kernel launched next may begin while this one drains."""
-    if BESIDE:
-        gdc_launch_dependents()
+    [2, N], the sums of both sets of values."""
     column = tl.program_id(0)
     begin = tl.load(offsets_ptr + column)
     count = tl.load(offsets_ptr + column + 1) - begin
@@ -129,13 +125,11 @@ def weight_gradients(
     product: bool = False,
     sums: Tensor | None = None,
     tile: Tile = GATE_UP,
-    beside: bool = False,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """(for each set of values, `[room]`, the gradient of a weight `[N, K]`, the second or None; with `product` the
     products of rows of `x` with the weight `like` at the entries, by columns, in parts of K: float32 `[parts, room]`).
 
-    sums: float32 `[2, N]`, takes the sums of the values of neurons. beside: whether the kernel launched next, which
-    reads nothing of these, may begin while programs end."""
+    sums: float32 `[2, N]`, takes the sums of the values of neurons."""
     (room,), (n, k), size = values[0].shape, like.shape, x.element_size()
     block = tile.width // size
     slices = launch.cdiv(k, block)
@@ -144,7 +138,7 @@ def weight_gradients(
     args = (lists.offsets, lists.rows, *values, x, like if product else None, dots, first, second, sums, room, n, k)
     side = tile.entries if tile.together else 1
     meta = {"BLOCK_E": tile.entries, "BLOCK_K": block, "SIDE": side, "EVEN": k % block == 0}
-    meta |= {"HALVES": halves(x), "BESIDE": beside}
+    meta["HALVES"] = halves(x)
     registers = tile.registers if size == 2 else None
     _ffn_train_weights_kernel((n, slices, 1), args, meta, num_warps=1, maxnreg=registers)
     return first, second, dots
@@ -168,7 +162,7 @@ def hidden_gradients(
 EXAMPLES = {
     _ffn_train_weights_kernel: {
         "w_ptr": None, "dots_ptr": None, "BLOCK_E": 8, "BLOCK_K": 256, "SIDE": 1, "EVEN": True,
-        "HALVES": False, "BESIDE": False, "num_warps": 1,
+        "HALVES": False, "num_warps": 1,
     },
     _ffn_train_hidden_kernel: {"BLOCK": 512, "SLICES": 4, "SQUARED": False},
 }  # fmt: skip

@@ -11,7 +11,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import gdc_wait
 
 from gossamer._core import launch
 from gossamer.ffn._triton.entry_lists import RowLists, Tile, Weights, halves, hidden_of, load, offset_of, wide, widened
@@ -67,10 +66,10 @@ def add_products(
 @launch.kernel
 def _ffn_train_rows_kernel(
     offsets_ptr, columns_ptr, first_ptr, second_ptr, w_ptr, other_ptr, bias_ptr, out_ptr, D,
-    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr, BESIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_D: tl.constexpr, EVEN: tl.constexpr, HALVES: tl.constexpr,
 ):  # fmt: skip
     """Program (row, slice of the columns): the sum over its entries of first * W and, if there is one, second * another
-    W. With BESIDE the kernel before it may still run: it ends after that."""
+    W."""
     row = tl.program_id(0).to(tl.int64)
     start = tl.load(offsets_ptr + row)
     count = tl.load(offsets_ptr + row + 1) - start
@@ -91,23 +90,6 @@ def _ffn_train_rows_kernel(
     if bias_ptr is not None:
         acc += tl.load(bias_ptr + d, mask=d < D, other=0.0).to(tl.float32)
     tl.store(out_ptr + row * D + d, acc, mask=d < D)
-    if BESIDE:
-        gdc_wait()
-
-
-@launch.kernel(specialize=("M",))
-def _ffn_mean_kernel(x_ptr, out_ptr, M, BLOCK: tl.constexpr):
-    """One program: the mean of M numbers."""
-    acc = tl.zeros([BLOCK], tl.float32)
-    for first in range(0, M, BLOCK):
-        m = first + tl.arange(0, BLOCK)
-        acc += tl.load(x_ptr + m, mask=m < M, other=0.0)
-    tl.store(out_ptr, tl.sum(acc, axis=0) / M)
-
-
-def mean(x: Tensor, out: Tensor) -> None:
-    """Writes the mean of float32 `[M]`."""
-    _ffn_mean_kernel((1, 1, 1), (x, out, x.shape[0]), {"BLOCK": 4096}, num_warps=16)
 
 
 UP = Tile(1, 4096, 96, 3)
@@ -150,28 +132,25 @@ def multiply_rows(
     bias: Tensor | None,
     out: Tensor,
     tile: Tile = DX,
-    beside: bool = False,
 ) -> None:
     """out `[M, D]`: of each row the sum of its entries times rows of a weight `[N, D]`, for one or two sets of values
-    and weights. With `beside` while the kernel launched last runs, which must let others begin, and touch none of
-    these."""
+    and weights."""
     (m, d), size = out.shape, out.element_size()
     block = min(launch.next_power_of_2(d), tile.width // size)
-    meta = {"BLOCK_E": tile.entries, "BLOCK_D": block, "EVEN": d % block == 0, "HALVES": halves(out), "BESIDE": beside}
+    meta = {"BLOCK_E": tile.entries, "BLOCK_D": block, "EVEN": d % block == 0, "HALVES": halves(out)}
     values, other = second or (None, None)
     args = (offsets, columns, first[0], values, first[1], other, bias, out, d)
     grid, registers = (m, launch.cdiv(d, block), 1), tile.registers
-    _ffn_train_rows_kernel(grid, args, meta, num_warps=1, maxnreg=registers, launch_pdl=beside)
+    _ffn_train_rows_kernel(grid, args, meta, num_warps=1, maxnreg=registers)
 
 
 EXAMPLES = {
-    _ffn_mean_kernel: {"x_ptr": "*fp32", "out_ptr": "*fp32", "BLOCK": 4096, "num_warps": 16},
     _ffn_train_up_kernel: {
         "columns_ptr": "*i16", "up_bias_ptr": None, "BLOCK_E": 1, "BLOCK_K": 2048, "STAGES": 3, "SQUARED": False,
         "EVEN": True, "HALVES": False, "num_warps": 1, "maxnreg": 96,
     },
     _ffn_train_rows_kernel: {
         "columns_ptr": "*i16", "bias_ptr": None, "BLOCK_E": 4, "BLOCK_D": 256, "EVEN": True, "HALVES": False,
-        "BESIDE": False, "num_warps": 1,
+        "num_warps": 1,
     },
 }  # fmt: skip
