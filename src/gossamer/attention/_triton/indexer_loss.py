@@ -5,9 +5,10 @@ after head, and its probabilities, or with values the gradients of its logits, a
 heads lie below each other in one product, so that 64 queries of 4 heads are 256 rows. Nothing of the size queries times
 keys is in memory.
 
-Kernels walk the same lists: the first, for the distance alone, sums the exponentials of the indexer's scores; the
-second, a program a block of queries, has the loss and the gradients that belong to queries; the third, an item a tile
-of keys and a group of blocks, those that belong to keys, added up in the order of groups as in `sparse_attention_bwd`.
+Two kernels walk the same lists. The first, a program a block of queries, has the loss and the gradients that belong to
+queries; for the loss it walks its list once before, to sum the exponentials of the indexer's scores. The second, an
+item a tile of keys and a group of blocks, has the gradients that belong to keys, added up in the order of groups as in
+`sparse_attention_bwd`.
 """
 
 from dataclasses import dataclass
@@ -19,11 +20,11 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer._core.philox import dropout_weights
-from gossamer.attention._triton._indexer import activated, derivative
+from gossamer.attention._triton._indexer import activated, derivative, valid_keys
 from gossamer.attention._triton._products import stages_of, wide_product
 from gossamer.attention._triton.key_lists import key_lists
 from gossamer.attention._triton.sparse_attention import group_chunk
-from gossamer.attention._triton.sparse_attention_bwd import await_entry, row_statistics
+from gossamer.attention._triton.sparse_attention_bwd import await_entry, plan_of, row_statistics
 from gossamer.attention.records import QUERIES, IndexerLoss, StraightThrough
 
 BLOCK_N: tl.constexpr = tl.constexpr(32)
@@ -46,33 +47,16 @@ def taken(list_ptr, slot, count, capacity, row, rows_held):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The constants that a kernel is compiled for, as one: columns of q and v, heads of q that share one of k, heads,
-    columns and activation of the indexer."""
+    """The constants that a kernel is compiled for, as one: columns of q and v, and as how many at a time products read
+    them; heads of q that share one of k; heads, columns and activation of the indexer."""
 
     d: int
     dv: int
+    chunk: int
     group: int
     heads: int
     di: int
     activation: str
-
-    @property
-    def chunk(self) -> int:
-        """Columns by which products read rows that are too long for registers; 0 where these hold them."""
-        return 32 if max(self.d, self.dv) > 256 else 0
-
-
-@triton.jit
-def rows_product(a_ptr, a, a_read, b_ptr, b, D: tl.constexpr, CHUNK: tl.constexpr):
-    """Rows a of a matrix of D columns times rows b of another one."""
-    if CHUNK > 0:
-        return wide_product(a_ptr, a * D, a_read, b_ptr, b * D, b >= 0, D, CHUNK, "ieee")
-    else:
-        column = tl.arange(0, triton.next_power_of_2(max(16, D)))
-        wide = (column < D)[None, :]
-        x = tl.load(a_ptr + (a[:, None] * D + column[None, :]), mask=a_read[:, None] & wide, other=0.0)
-        y = tl.load(b_ptr + (b[:, None] * D + column[None, :]), mask=wide, other=0.0)
-        return tl.dot(x, y.T, input_precision="ieee")
 
 
 @triton.jit
@@ -82,19 +66,21 @@ def over_heads(
     """float32 [queries, BLOCK_N]: the mean over heads of attention's probabilities, by the lse of each query, or with
     values the sum over heads of the logits' gradients, by `row_statistics`."""
     GROUP: tl.constexpr = SIZES.group
+    D: tl.constexpr = SIZES.d
+    DV: tl.constexpr = SIZES.dv
     CHUNK: tl.constexpr = SIZES.chunk
     total = tl.zeros(keep.shape, tl.float32)
     for head in range(0, H):
         row = (batch * H + head) * T + query
         at = (batch * (H // GROUP) + head // GROUP) * T + key
-        s = rows_product(q_ptr, row, query < T, k_ptr, at, SIZES.d, CHUNK)
+        s = wide_product(q_ptr, row * D, query < T, k_ptr, at * D, key >= 0, D, CHUNK, "ieee")
         if v_ptr is None:
             lse = tl.load(lse_ptr + row, mask=query < T, other=0.0)
             p = tl.exp2((s * scale - lse[:, None]) * 1.4426950408889634)
         else:
             lse = tl.load(lse_ptr + 2 * row, mask=query < T, other=0.0)
             delta = tl.load(lse_ptr + 2 * row + 1, mask=query < T, other=0.0)
-            dp = rows_product(grad_ptr, row, query < T, v_ptr, at, SIZES.dv, CHUNK)
+            dp = wide_product(grad_ptr, row * DV, query < T, v_ptr, at * DV, key >= 0, DV, CHUNK, "ieee")
             if seed_ptr is not None:
                 dp *= dropout_weights(seed_ptr, batch * H + head, query[:, None], key[None, :], drop)
             p = tl.exp2(s * (scale * 1.4426950408889634) - lse[:, None]) * (dp - delta[:, None])
@@ -127,13 +113,18 @@ def heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS: tl.constex
 
 
 @triton.jit
-def takes_keys(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H):
-    """Whether a query takes part: the lse of one that takes no key is -inf, and that of one behind the lengths inf."""
+def load_lse(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H):
+    """The lse of a query that `takes_part` looks at: of the indexer, or with values of attention."""
     if v_ptr is None:
-        lse = tl.load(lse_idx_ptr + batch * T + query, mask=query < T, other=float("inf"))
+        return tl.load(lse_idx_ptr + batch * T + query, mask=query < T, other=float("inf"))
     else:
-        lse = tl.load(lse_ptr + 2 * (batch * H * T + query), mask=query < T, other=float("inf"))
-    return lse, (lse != float("inf")) & (lse != float("-inf"))
+        return tl.load(lse_ptr + 2 * (batch * H * T + query), mask=query < T, other=float("inf"))
+
+
+@triton.jit
+def takes_part(lse):
+    """The lse of a query that takes no key is -inf, and that of one behind the lengths inf."""
+    return (lse != float("inf")) & (lse != float("-inf"))
 
 
 @triton.jit
@@ -160,41 +151,37 @@ def begin_list(lists_ptr, counts_ptr, batch, first, capacity, M: tl.constexpr):
     return lists_ptr + listed * 3 * capacity, tl.load(counts_ptr + listed), place, query
 
 
-@launch.kernel(do_not_specialize=["first"])
-def _indexer_lse_kernel(
-    qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_ptr, lists_ptr, counts_ptr, first, T, capacity, scale,
-    SIZES: tl.constexpr,
+@triton.jit
+def student_lse(
+    qi_ptr, ki_ptr, w_ptr, bias_ptr, list_ptr, batch, count, capacity, place, query, T, scale, SIZES: tl.constexpr
 ):  # fmt: skip
-    """Program (M queries, batch): the logarithm of the sum of the exponentials of the indexer's scores."""
-    HEADS: tl.constexpr = SIZES.heads
+    """The logarithm of the sum of the exponentials of the indexer's scores of the keys that each query takes."""
     DI: tl.constexpr = SIZES.di
     ACTIVATION: tl.constexpr = SIZES.activation
-    NI: tl.constexpr = triton.next_power_of_2(HEADS)
-    M: tl.constexpr = 64 if NI <= 4 else 256 // NI
-    batch = tl.program_id(1).to(tl.int64)
-    lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, capacity, M)
-    qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, query < T, T, HEADS, DI)
+    NI: tl.constexpr = triton.next_power_of_2(SIZES.heads)
+    M: tl.constexpr = query.shape[0]
+    qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, query < T, T, SIZES.heads, DI)
     total = tl.zeros([M], tl.float32)
     largest = tl.full([M], LEAST, tl.float32)
     for start in range(0, count, BLOCK_N):
         slot = start + tl.arange(0, BLOCK_N)
-        key = tl.load(lists_ptr + tl.minimum(slot, count - 1))
-        keep = taken(lists_ptr, slot, count, capacity, place, query < T)
+        key = tl.load(list_ptr + tl.minimum(slot, count - 1))
+        keep = taken(list_ptr, slot, count, capacity, place, query < T)
         scores, _ = student(qi, keys_of(ki_ptr, batch, key, T, DI), w, bias, scale, NI, M, ACTIVATION)
         before = largest
         largest = tl.maximum(before, tl.max(tl.where(keep, scores, LEAST), axis=1))
         total *= tl.exp(before - largest)
         total += tl.sum(tl.where(keep, tl.exp(scores - largest[:, None]), 0.0), axis=1)
-    tl.store(lse_ptr + batch * T + query, tl.log(total) + largest, mask=query < T)
+    return tl.log(total) + largest
 
 
 @launch.kernel(do_not_specialize=["first", "drop"])
 def _indexer_rows_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, qi_ptr, ki_ptr, w_ptr, bias_ptr, lse_idx_ptr, lists_ptr,
-    counts_ptr, dqi_ptr, rows_ptr, first, T, H, capacity, drop, scale, idx_scale, SIZES: tl.constexpr,
+    counts_ptr, dqi_ptr, rows_ptr, lengths_ptr, first, T, H, capacity, drop, scale, idx_scale, SIZES: tl.constexpr,
 ):  # fmt: skip
-    """Program (M queries, batch): without values the loss of each; the gradients of q, w and bias before those are
-    summed.
+    """Program (M queries, batch): without values the loss and the indexer's lse of each; the gradients of q, w and bias
+    before those are summed.
 
     rows is float32: [B, Hi, T] gradients of the weights that multiply activations, as many of the biases, losses
     [B, T].
@@ -206,7 +193,15 @@ def _indexer_rows_kernel(
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
     lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, capacity, M)
-    lse_idx, active = takes_keys(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H)
+    if v_ptr is None:
+        lse_idx = student_lse(
+            qi_ptr, ki_ptr, w_ptr, bias_ptr, lists_ptr, batch, count, capacity, place, query, T, idx_scale, SIZES
+        )  # fmt: skip
+        lse_idx = tl.where(query < valid_keys(lengths_ptr, batch, T), lse_idx, float("inf"))
+        tl.store(lse_idx_ptr + batch * T + query, lse_idx, mask=query < T)
+    else:
+        lse_idx = load_lse(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H)
+    active = takes_part(lse_idx)
     qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS, DI)
     loss = tl.zeros([M], tl.float32)
     dqi = tl.zeros(qi.shape, tl.float32)
@@ -277,7 +272,8 @@ def _indexer_keys_kernel(
         for start in range(0, last, M):
             place = start + tl.arange(0, M)
             query = group * (PARTS * 64) + place
-            lse_idx, active = takes_keys(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H)
+            lse_idx = load_lse(v_ptr, lse_ptr, lse_idx_ptr, batch, query, T, H)
+            active = takes_part(lse_idx)
             keep = taken(list_ptr, slot, count, capacity, place, active)
             g = over_heads(
                 q_ptr, k_ptr, v_ptr, grad_ptr, lse_ptr, seed_ptr, batch, query, key, keep, T, H, drop, scale, SIZES
@@ -299,17 +295,12 @@ def _indexer_keys_kernel(
 
 def indexer_loss(call: IndexerLoss) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_loss` -> (loss, and its gradients of q_idx, k_idx, w and bias)."""
-    q, k, lse, indexer, lengths = call.q, call.k, call.lse, call.indexer, call.lengths
-    b, _, t, _ = q.shape
+    q, indexer = call.q, call.indexer
     if q.numel() == 0:
         dqi, dki, dw, db = (torch.zeros_like(x) for x in indexer)
         return torch.zeros((), dtype=torch.float32, device=q.device), dqi, dki, dw, db
-    lse_idx = torch.empty(b, t, dtype=torch.float32, device=q.device)
-    behind = None if lengths is None else torch.arange(t, device=q.device) >= lengths[:, None]
-    if behind is not None:
-        # An infinite denominator takes a query out of everything.
-        lse = lse.masked_fill(behind[:, None], torch.inf)
-    *grads, loss = _gradients(call, (q, k, None, None, lse), lse_idx, behind)
+    lse_idx = torch.empty(q.shape[0], q.shape[2], dtype=torch.float32, device=q.device)
+    *grads, loss = _gradients(call, (q, call.k, None, None, call.lse), lse_idx)
     each = 1 / lse_idx.isfinite().sum().clamp(min=1)
     dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, indexer))
     return loss.sum() * each, dqi, dki, dw, db
@@ -331,18 +322,20 @@ def _gradients(
     call: IndexerLoss | StraightThrough,
     attended: tuple[Tensor | None, ...],
     lse_idx: Tensor | None = None,
-    behind: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     """Float32 gradients of q_idx, k_idx, w and bias, and losses of queries. `attended` is (q, k, None, None, lse), or
-    for a gradient straight through (q, k, v, grad, `row_statistics`). `lse_idx` is filled for the loss, in which the
-    queries that are `behind` take no part."""
+    for a gradient straight through (q, k, v, grad, `row_statistics`). `lse_idx` is filled for the loss: inf of queries
+    behind the lengths, which take no part."""
     words, lengths, causal, scales = call.words, call.lengths, call.causal, (call.scale, call.scale_idx)
     q, k, v, *_ = attended
     q_idx, k_idx, w, bias = call.indexer
     assert q is not None and k is not None
     (b, h, t, d), (_, heads, _, di) = q.shape, q_idx.shape
     gates, biases = w.float() if call.activation == "relu" else w.float().sigmoid(), bias.float()
-    meta = {"SIZES": Sizes(d, d if v is None else v.shape[3], h // k.shape[1], heads, di, call.activation)}
+    dv = d if v is None else v.shape[3]
+    # Registers hold no more operands of products of float32 without tensor cores.
+    chunk = 32 if q.element_size() > 2 or max(d, dv) > 256 else launch.next_power_of_2(max(16, d, dv))
+    meta = {"SIZES": Sizes(d, dv, chunk, h // k.shape[1], heads, di, call.activation)}
     drop, seed = (call.drop, call.seed) if isinstance(call, StraightThrough) else (0, None)
     dqi = torch.empty(q_idx.shape, dtype=torch.float32, device=q.device)
     rows = torch.empty(2 * b * heads * t + b * t, dtype=torch.float32, device=q.device)
@@ -352,21 +345,13 @@ def _gradients(
     for first in range(0, words.shape[2], step):
         lists, listed = key_lists(words, lengths, t, causal, 1, first, step)
         grid, capacity = (lists.shape[0] * QUERIES // queries, b, 1), lists.shape[-1]
-        if lse_idx is not None:
-            args = (q_idx, k_idx, gates, biases, lse_idx, lists, listed, first, t, capacity, scales[1])
-            _indexer_lse_kernel(grid, args, meta, num_warps=8)
-            if behind is not None:
-                lse_idx.masked_fill_(behind, torch.inf)
-        args = (*operands, lists, listed, dqi, rows, first, t, h, capacity, drop, *scales)
+        args = (*operands, lists, listed, dqi, rows, lengths, first, t, h, capacity, drop, *scales)
         # Gradients of logits leave a thread of 8 warps too few registers for the indexer's heads.
         _indexer_rows_kernel(grid, args, meta, num_warps=8 if v is None else 16, num_stages=stages_of(3, q))
     dki = torch.zeros(k_idx.shape, dtype=torch.float32, device=q.device)
     lists, listed = key_lists(words, lengths, t, causal, PARTS.value)
-    entries = listed.numel()
-    plan = torch.zeros(2 + 2 * entries, dtype=torch.int32, device=q.device)
-    tiles = (listed.view(-1) + (BLOCK_N.value - 1)) // BLOCK_N.value
-    torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
-    args = (*operands, lists, listed, dki, plan, t, h, lists.shape[-1], entries, drop, *scales)
+    plan = plan_of(listed, BLOCK_N.value, 1)
+    args = (*operands, lists, listed, dki, plan, t, h, lists.shape[-1], listed.numel(), drop, *scales)
     _indexer_keys_kernel((2 * tuning.programs(q.device), 1, 1), args, meta, num_warps=8, num_stages=stages_of(3, q))
     of_weights, of_biases = rows[: -b * t].view(2, b, heads, t)
     of_weights = of_weights.transpose(1, 2)
@@ -376,9 +361,8 @@ def _gradients(
     return dqi, dki, dw, of_biases.sum((0, 2)), rows[-b * t :]
 
 
-_SIZES = {"seed_ptr": None, "w_ptr": "*fp32", "lse_idx_ptr": None, "SIZES": Sizes(128, 128, 1, 4, 64, "sigmoid")}
+_SIZES = {"seed_ptr": None, "w_ptr": "*fp32", "lse_idx_ptr": None, "SIZES": Sizes(128, 128, 128, 1, 4, 64, "sigmoid")}
 EXAMPLES = {
-    _indexer_lse_kernel: {"w_ptr": "*fp32", "SIZES": _SIZES["SIZES"], "num_warps": 8},
     _indexer_rows_kernel: {**_SIZES, "rows_ptr": "*fp32", "num_warps": 16},
     _indexer_keys_kernel: {**_SIZES, "num_warps": 8},
 }

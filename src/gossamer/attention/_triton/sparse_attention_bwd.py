@@ -398,16 +398,22 @@ def key_gradients(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tenso
     tile = key_tile(max(d, wide), q.element_size())
     config = config_of(tile, words.shape[1], q, wide)
     lists, listed = key_lists(words, call.lengths, tq, call.causal, tile.parts)
-    entries, scopes = listed.numel(), listed.shape[1]
-    serves = max(1, g // words.shape[1]) * config.blocks
-    plan = torch.zeros(2 + entries * (1 + serves), dtype=torch.int32, device=k.device)
-    tiles = (listed.view(-1) + (tile.keys - 1)) // tile.keys
-    torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
-    sizes = (tq, tk, lists.shape[-1], h, h // g, entries, scopes, call.drop, call.scale)
+    plan = plan_of(listed, tile.keys, max(1, g // words.shape[1]) * config.blocks)
+    sizes = (tq, tk, lists.shape[-1], h, h // g, listed.numel(), listed.shape[1], call.drop, call.scale)
     args = (q, k, v, grad, dk, dv, rows, lists, listed, plan, call.seed, *sizes)
     grid = (2 * tuning.programs(q.device), 1, 1)
     _sparse_attention_bwd_kv_kernel(grid, args, {"CONFIG": config}, **tile.options())
     return dk, dv
+
+
+def plan_of(listed: Tensor, keys: int, serves: int) -> Tensor:
+    """The plan of tiles of `keys` of the keys in lists, of which so many are `listed`: int32, a ticket, the offsets of
+    the lists' tiles, and how many tiles of each list are done, for each of `serves` items of work on a tile."""
+    entries = listed.numel()
+    plan = torch.zeros(2 + entries * (1 + serves), dtype=torch.int32, device=listed.device)
+    tiles = (listed.view(-1) + (keys - 1)) // keys
+    torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
+    return plan
 
 
 def key_gradients_of_tiles(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tensor]:
