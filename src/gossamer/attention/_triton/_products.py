@@ -47,13 +47,7 @@ def strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def reached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int | None, ...]]:
-    """k and v, in which 32 bits reach every row of a head, and their strides, None for those of v where it lies as k
-    does."""
+def reached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """k and v, in which 32 bits reach every row of a head, and their strides."""
     k, v = (x if x.shape[2] * x.stride(2) < 1 << 31 else x.contiguous() for x in (strided(k), strided(v)))
-    alike = k.shape == v.shape and k.stride() == v.stride()
-    return k, v, (*k.stride()[:3], *((None,) * 3 if alike else v.stride()[:3]))
-
-
-AS_K: dict[str, None] = dict.fromkeys(("stride_vb", "stride_vh", "stride_vt"))
-"""The arguments of a kernel whose v lies as k does."""
+    return k, v, (*k.stride()[:3], *v.stride()[:3])
