@@ -63,7 +63,7 @@ def test_heads_as_rows_at_their_limits(
     assert compiled.metadata.shared <= aot.SHARED_MEMORY_LIMIT[target]
     if target == "sm_90":
         used = aot.resources(compiled)
-        assert used["LOCAL"] == used["STACK"] == 0, f"spills: {used}"
+        assert used["LOCAL"] == 0 and used["STACK"] <= 16, f"spills: {used}"
 
 
 _NAMES = {"bf16": "bfloat16", "fp32": "float32"}

@@ -82,6 +82,7 @@ def indexer_loss(
     q, k = q.detach(), k.detach()
     if autocast.enabled(q.device):
         q, k, q_idx, k_idx = autocast.cast(q, k, q_idx, k_idx)  # type: ignore[assignment]
+    checks.same_dtype(OPERATOR, "q", q, q_idx=q_idx, k_idx=k_idx)
     if lse is None:
         with torch.no_grad():
             _, lse = sparse_attention(q, k, k, selection, scale=scale, causal=causal, lengths=lengths, return_lse=True)

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
+from gossamer._core import tuning
 
 
 @triton.jit
@@ -23,11 +23,25 @@ def wide_product(
     return s
 
 
+@triton.jit
+def rows_product(
+    a, b, a_ptr, a_rows, stride, a_limit, b_ptr, b_rows, b_limit, D: tl.constexpr, CHUNK: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """a times b, tiles of whole rows, or `wide_product` of the same rows of a matrix with this stride and of one of D
+    columns: tiles that nothing uses are not loaded."""
+    if CHUNK >= D:
+        return tl.dot(a, b.T, input_precision=PRECISION)
+    else:
+        a_at, b_at = a_rows.to(tl.int64) * stride, b_rows.to(tl.int64) * D
+        return wide_product(a_ptr, a_at, a_rows < a_limit, b_ptr, b_at, b_rows < b_limit, D, CHUNK, PRECISION)
+
+
 def chunk_of(x: Tensor) -> int:
-    """The CHUNK of products of rows like x that are read anew for each tile: all columns, or as many as registers hold
-    of float32 that is multiplied without tensor cores."""
+    """The CHUNK of products of rows like x: of float32 that is multiplied without tensor cores registers hold 32
+    columns of the operands."""
     precise = x.element_size() > 2 and tuning.dot_precision(x, x.shape[-1])["PRECISION"] == "ieee"
-    return min(32 if precise else 256, launch.next_power_of_2(max(16, x.shape[-1])))
+    return 32 if precise else 128
 
 
 @triton.jit

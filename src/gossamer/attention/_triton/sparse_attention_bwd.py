@@ -348,7 +348,7 @@ def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tens
     if call.attended:
         dq = query_gradient(call, rows)
         dk, dv = (key_gradients_of_tiles if call.path == "tiles" else key_gradients)(call, rows)
-    if not indexer or indexer[0].numel() == 0:
+    if not indexer:
         return dq, dk.to(k.dtype), dv.to(v.dtype), *_without_scores(indexer, q)
     *found, _ = indexer_gradients(call, indexer, (q, k.contiguous(), v.contiguous(), grad, rows))
     dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(found, indexer))
@@ -356,7 +356,7 @@ def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tens
 
 
 def _without_scores(indexer: tuple[Tensor, ...], like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of an indexer that scores nothing, or `[0]` where there is none."""
+    """Gradients of an indexer where there is no query, or `[0]` where there is no indexer."""
     dqi, dki, dw, db = map(torch.zeros_like, indexer) if indexer else (like.new_empty(0) for _ in range(4))
     return dqi, dki, dw, db
 
