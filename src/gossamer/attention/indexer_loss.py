@@ -97,7 +97,8 @@ OPERATOR = "attention.indexer_loss"
 
 def _fake(call: IndexerLoss) -> tuple[Tensor, ...]:
     wide = torch.promote_types(call.q.dtype, torch.float32)
-    return call.q.new_empty((), dtype=wide), *(x.new_empty(x.shape) for x in call.indexer)
+    indexer = (call.q_idx, call.k_idx, call.w, call.bias)
+    return call.q.new_empty((), dtype=wide), *(x.new_empty(x.shape) for x in indexer)
 
 
 def _backward(call: IndexerLoss, kept: Any, grads: Any, needs: Any) -> Mapping[str, Tensor]:

@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import tuning
-
 
 @triton.jit
 def wide_product(
@@ -25,23 +23,17 @@ def wide_product(
 
 @triton.jit
 def rows_product(
-    a, b, a_ptr, a_rows, stride, a_limit, b_ptr, b_rows, b_limit, D: tl.constexpr, CHUNK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    a, b, a_ptr, a_rows, stride, a_limit, b_ptr, b_rows, b_limit, D: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """a times b, tiles of whole rows, or `wide_product` of the same rows of a matrix with this stride and of one of D
-    columns: tiles that nothing uses are not loaded."""
+    columns: tiles that nothing uses are not loaded. Of float32 that is multiplied without tensor cores registers hold
+    32 columns of the operands."""
+    CHUNK: tl.constexpr = 32 if a_ptr.dtype.element_ty == tl.float32 and PRECISION == "ieee" else 128
     if CHUNK >= D:
         return tl.dot(a, b.T, input_precision=PRECISION)
     else:
         a_at, b_at = a_rows.to(tl.int64) * stride, b_rows.to(tl.int64) * D
         return wide_product(a_ptr, a_at, a_rows < a_limit, b_ptr, b_at, b_rows < b_limit, D, CHUNK, PRECISION)
-
-
-def chunk_of(x: Tensor) -> int:
-    """The CHUNK of products of rows like x: of float32 that is multiplied without tensor cores registers hold 32
-    columns of the operands."""
-    precise = x.element_size() > 2 and tuning.dot_precision(x, x.shape[-1])["PRECISION"] == "ieee"
-    return 32 if precise else 128
 
 
 @triton.jit

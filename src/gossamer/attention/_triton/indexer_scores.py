@@ -26,7 +26,7 @@ from gossamer.attention._triton._indexer import (
     valid_keys,
     visible_keys,
 )
-from gossamer.attention._triton._products import chunk_of, rows_product
+from gossamer.attention._triton._products import rows_product
 from gossamer.attention.records import IndexerScores, IndexerScoresBackward
 
 
@@ -60,7 +60,7 @@ def check_width(operator: str, d: int, element_size: int) -> None:
 @launch.kernel
 def _indexer_scores_fwd_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, out_ptr, Tq, Tk, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of keys, tile of queries, batch)."""
@@ -76,7 +76,7 @@ def _indexer_scores_fwd_kernel(
         for h in range(HEADS):
             of_head = q_ptr + (batch * HEADS + h) * Tq * D
             q = load_tile(of_head, rows, D, Tq, D, BLOCK_D)
-            x = rows_product(q, k, of_head, rows, D, Tq, k_ptr, keys, Tk, D, CHUNK, PRECISION)
+            x = rows_product(q, k, of_head, rows, D, Tq, k_ptr, keys, Tk, D, PRECISION)
             x = x * scale + load_bias(bias_ptr, h)
             gate = load_gates(w_ptr + batch * Tq * HEADS, rows, h, Tq, HEADS, ACTIVATION)
             total += gate[:, None] * activated(x, ACTIVATION)
@@ -88,12 +88,12 @@ def _indexer_scores_fwd_kernel(
 @triton.jit
 def head_terms(
     q, k, q_ptr, k_ptr, grad_ptr, rows, keys, end, visible, gate, bias, Tq, Tk, scale, D: tl.constexpr,
-    CHUNK: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """(grad * activation, gradient with respect to the activation's argument), both float32 [rows, keys]."""
     inside = (keys[None, :] < visible[:, None]) & (rows < Tq)[:, None]
     # A key that is not seen may hold NaN.
-    x = rows_product(q, k, q_ptr, rows, D, Tq, k_ptr, keys, end, D, CHUNK, PRECISION) * scale + bias
+    x = rows_product(q, k, q_ptr, rows, D, Tq, k_ptr, keys, end, D, PRECISION) * scale + bias
     active = tl.where(inside, activated(x, ACTIVATION), 0.0)
     at = rows.to(tl.int64)[:, None] * Tk + keys[None, :]
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -103,7 +103,7 @@ def head_terms(
 @launch.kernel
 def _indexer_scores_bwd_q_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dq_ptr, dw_ptr, dbias_ptr, Tq, Tk, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, head, batch)."""
@@ -125,7 +125,7 @@ def _indexer_scores_bwd_q_kernel(
         k = load_tile(k_ptr + batch * Tk * D, keys, D, end, D, BLOCK_D)
         through, dx = head_terms(
             q, k, q_ptr + plane * D, k_ptr + batch * Tk * D, grad_ptr + batch * Tq * Tk, rows, keys, end, visible, gate,
-            bias, Tq, Tk, scale, D, CHUNK, PRECISION, ACTIVATION,
+            bias, Tq, Tk, scale, D, PRECISION, ACTIVATION,
         )  # fmt: skip
         dgate += tl.sum(through, axis=1)
         dbias += tl.sum(dx, axis=1)
@@ -142,7 +142,7 @@ def _indexer_scores_bwd_q_kernel(
 @launch.kernel
 def _indexer_scores_bwd_k_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dk_ptr, Tq, Tk, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of keys, batch)."""
@@ -166,7 +166,7 @@ def _indexer_scores_bwd_k_kernel(
             visible = visible_keys(rows, length, Tq, ahead)
             _, dx = head_terms(
                 q, k, of_head, k_ptr + batch * Tk * D, grad_ptr + batch * Tq * Tk, rows, keys, Tk, visible, gate, bias,
-                Tq, Tk, scale, D, CHUNK, PRECISION, ACTIVATION,
+                Tq, Tk, scale, D, PRECISION, ACTIVATION,
             )  # fmt: skip
             dk += tl.dot(dx.T.to(q.dtype), q, input_precision=PRECISION)
     columns = tl.arange(0, BLOCK_D)
@@ -176,8 +176,8 @@ def _indexer_scores_bwd_k_kernel(
 
 def _options(q: Tensor, activation: str) -> dict[str, Any]:
     precision = tuning.dot_precision(q, q.shape[3])["PRECISION"]
-    sizes = {"HEADS": q.shape[1], "D": q.shape[3], "CHUNK": chunk_of(q)}
-    return {**sizes, "PRECISION": precision, "ACTIVATION": kernel_activation(activation, q)}
+    meta = {"HEADS": q.shape[1], "D": q.shape[3], "PRECISION": precision}
+    return {**meta, "ACTIVATION": kernel_activation(activation, q)}
 
 
 def _ahead(causal: bool, tk: int) -> int:
@@ -216,7 +216,7 @@ def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor
     return dq, dk, dw, dbias.sum((0, 2))
 
 
-_TILE = {"HEADS": 4, "D": 64, "CHUNK": 128, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "ACTIVATION": "sigmoid"}
+_TILE = {"HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "ACTIVATION": "sigmoid"}
 EXAMPLES = {
     _indexer_scores_fwd_kernel: _TILE,
     _indexer_scores_bwd_q_kernel: {"dbias_ptr": "*fp32", **_TILE},

@@ -45,7 +45,7 @@ from gossamer.attention._triton._indexer import (
     valid_keys,
     visible_keys,
 )
-from gossamer.attention._triton._products import chunk_of, rows_product, stages_of
+from gossamer.attention._triton._products import rows_product, stages_of
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.few_rows import find_in_segments
 from gossamer.attention._triton.indexer_scores import check_width, fast, kernel_activation
@@ -111,12 +111,12 @@ def store_keys(out, key, at, UNIT: tl.constexpr):
 def _index_keys_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, BLOCK_M rows of the slab), the longest rows first."""
     BLOCK_D: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
-    HELD: tl.constexpr = HEADS * BLOCK_D <= 512 and CHUNK >= D
+    HELD: tl.constexpr = HEADS * BLOCK_D <= 512 and q_ptr.dtype.element_ty != tl.float32
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     batch = ((first + block * BLOCK_M) // padded).to(tl.int64)
     rows = (first + block * BLOCK_M) % padded + tl.arange(0, BLOCK_M)
@@ -153,7 +153,7 @@ def _index_keys_kernel(
             for h in range(HEADS):
                 of_head = q_ptr + tl.cast(h, tl.int64) * stride_qh
                 q = load_tile(of_head, rows, stride_qt, Tq, D, BLOCK_D)
-                x = rows_product(q, k, of_head, rows, stride_qt, Tq, k_ptr, keys, Tk, D, CHUNK, PRECISION)
+                x = rows_product(q, k, of_head, rows, stride_qt, Tq, k_ptr, keys, Tk, D, PRECISION)
                 x = x * scale + load_bias(bias_ptr, h) * part
                 weight = load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm
                 score += weight[:, None] * unfolded(x, ACTIVATION)
@@ -167,7 +167,7 @@ def _index_keys_kernel(
 def _index_keys_of_few_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (query of the slab, part of the keys): a query's heads are the rows of one product."""
@@ -192,7 +192,7 @@ def _index_keys_of_few_kernel(
     for at in range(tl.program_id(1) * BLOCK_N, end, tl.num_programs(1) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
         k = load_tile(k_ptr, keys, D, Tk, D, BLOCK_D)
-        x = rows_product(q, k, q_ptr, head, stride_qh, HEADS, k_ptr, keys, Tk, D, CHUNK, PRECISION)
+        x = rows_product(q, k, q_ptr, head, stride_qh, HEADS, k_ptr, keys, Tk, D, PRECISION)
         x = x * (scale * part) + bias[:, None]
         score = lowest + tl.sum((gates * norm)[:, None] * tl.where(held[:, None], unfolded(x, ACTIVATION), 0.0), axis=0)
         key = tl.where(keys < visible, key_of(score, ACTIVATION), 0).to(tl.int16)
@@ -393,7 +393,7 @@ class _Call:
         rows, columns = self.unit, 64
         scale, activation = self.scored
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
-        meta = {"HEADS": self.heads, "D": self.d, "CHUNK": chunk_of(self.q), "BLOCK_N": columns}
+        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_N": columns}
         meta |= {"UNIT": self.granularity, "PRECISION": precision, "ACTIVATION": kernel_activation(activation, self.q)}
         blocks = slab.rows // self.padded * self.tq if self.heads_as_rows else slab.rows // rows
         # Enough programs that the last wave is short.
@@ -495,11 +495,11 @@ def select_topk(given: SelectTopk) -> Tensor:
 
 EXAMPLES = {
     _index_keys_kernel: {
-        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "CHUNK": 128, "BLOCK_M": 64, "BLOCK_N": 64,
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64,
         "UNIT": 1, "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _index_keys_of_few_kernel: {
-        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "CHUNK": 128, "BLOCK_N": 64, "UNIT": 1,
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_N": 64, "UNIT": 1,
         "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _take_kernel: {
