@@ -46,6 +46,8 @@ def test_from_text_to_a_report_of_two_runs(tmp_path: Path) -> None:
     (tmp_path / "more.jsonl").write_text("\n".join(lines))
     packed = gossamer("pack", text, tmp_path / "more.jsonl", "--out", tmp_path / "c", "--vocabulary", "300")
     assert "tokens for training" in packed
+    other = gossamer("pack", text, "--out", tmp_path / "c", "--vocabulary", "280", code=2)
+    assert "holds tokens of another tokenizer, which runs may need. Name another folder" in other
     dense, sparse = tmp_path / "dense", tmp_path / "<i>$spar$e"
     told = gossamer("run", tmp_path / "c", "--out", dense, *SIZES)
     assert "begins" in told and "validation loss" in told
@@ -91,6 +93,7 @@ def test_the_model_is_read_with_its_tokenizer(tmp_path: Path) -> None:
         (["run", "CORPUS", "--out", "OUT", "--set", "depth=3"], "changes must be of the fields"),
         (["run", "CORPUS", "--out", "OUT", "--set", "length"], "a field is set as NAME=VALUE, got length"),
         (["run", "CORPUS", "--out", "OUT", "--l1", "1", "--set", "l1=-3"], "coefficient must be at least 0"),
+        (["run", "CORPUS", "--out", "OUT", "--lr", "nan"], "gossamer train run: --lr must be above 0 and finite"),
         (["run", "CORPUS", "--out", "OUT", "--set", "length=x"], "length must be an int, got str"),
         (["run", "CORPUS", "--out", "OUT", "--activation", "gelu"], "activation must be one of relu, relu2, silu"),
         (["run", "CORPUS", "--out", "OUT", "--device", "tpu"], "--device must be auto or a device of this machine"),

@@ -102,10 +102,10 @@ def curves(figure: Figure, runs: list[Found], keys: tuple[tuple[str, str], ...],
     panels = figure.subplots(1, len(keys), squeeze=False)[0]
     for axes, (key, label) in zip(panels, keys):
         for number, run in enumerate(runs):
-            values = np.array([record[key] for record in run.records])
-            width = max(1, len(values) // 100)
-            smooth = np.convolve(values, np.ones(width) / width, "valid")
-            steps = [record["step"] for record in run.records][width - 1 :]
+            known = [record for record in run.records if key in record]
+            width = max(1, len(known) // 100)
+            smooth = np.convolve([record[key] for record in known], np.ones(width) / width, "valid") if known else []
+            steps = [record["step"] for record in known][width - 1 :]
             axes.plot(steps, smooth, color=f"C{number}", label=run.label)
         axes.set(title=label, xlabel="step")
         if zoomed:
