@@ -105,7 +105,7 @@ def test_train_extract_and_show(files: Path) -> None:
     assert page.count("<svg") == 4 and "Explained variance by L0" in page and "l0=2" in page
     assert nn.load_sae(files / "run" / "l0=4").aux_k == 3
     code, output = run("extract", files / "run" / "l0=2", files / "acts.npy", "--out", files / "latents")
-    assert code == 0 and "100 rows, 200 entries" in output
+    assert code == 0 and "100 rows, 200 entries, 1 file in" in output
     for changed, message in (
         (("--lr", 1), "holds a run of other settings: lr None there and 1.0 here"),
         (("--kind", "vae", "--out", files / "b"), "kind must be one of topk"),

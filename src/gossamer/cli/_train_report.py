@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from gossamer.cli.figure import svg
-from gossamer.cli.page import page, table
+from gossamer.cli.page import counted, page, table
 from gossamer.train import Config
 
 SETTLED = 0.1
@@ -75,8 +75,8 @@ def render(runs: list[Found]) -> str:
     config = runs[0].config
     body = (
         f"<header><h1>{escape(', '.join(run.name for run in runs))}</h1><p>{config.parameters:,} parameters, "
-        f"{config.layers} layers of {config.intermediate:,} neurons, {config.tokens_per_step:,} tokens a step; "
-        f"medians of the last {SETTLED:.0%} of the steps.</p></header>"
+        f"{counted(config.layers, 'layer')} of {config.intermediate:,} neurons, {config.tokens_per_step:,} tokens a "
+        f"step; medians of the last {SETTLED:.0%} of the steps.</p></header>"
         f"{table('Runs', names, rows)}{drawn}"
     )
     return page("gossamer train", body)

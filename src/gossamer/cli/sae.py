@@ -225,7 +225,7 @@ def report(
     make_folder("gossamer sae report", "--out", out)
     file = out / "index.html"
     write_text("gossamer sae report", file, render(found, chosen))
-    Console().print(f"{sum(map(len, chosen.values()))} latents in {file}", markup=False, soft_wrap=True)
+    Console().print(f"{counted(sum(map(len, chosen.values())), 'latent')} in {file}", markup=False, soft_wrap=True)
     _say_what_was_verified(found)
 
 
@@ -351,7 +351,7 @@ def _swept(ctx: typer.Context, sweep: list[str]) -> dict[str, list[Any]]:
 
 def _load(folder: Path, device: str) -> Any:
     """The SAE as a module of `nn`, or, for an architecture that is not there, of SAELens."""
-    if not (folder / "cfg.json").exists() and (inside := sorted(file.parent for file in folder.glob("*/cfg.json"))):
+    if (folder / "log.jsonl").exists() and (inside := sorted(file.parent for file in folder.glob("*/cfg.json"))):
         raise ValueError(
             f"{folder} is a run of `sae train`. Name one of its autoencoders: {', '.join(map(str, inside))}."
         )
