@@ -431,7 +431,7 @@ def test_losses_of_a_model_on_another_device(tmp_path: Path) -> None:
 def test_a_run_that_is_refused_closes_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed, close = [], Source.close
     monkeypatch.setattr(Source, "close", lambda source: (closed.append(source), close(source)))
-    with pytest.raises(ValueError, match="options must be arguments"):
+    with pytest.raises(ValueError, match="must have arguments of nn"):
         run(replace(SMALL, options={"widht": 3}), rows(), tmp_path)
     assert len(closed) == 1
 

@@ -104,7 +104,8 @@ def curves(figure: Figure, runs: list[Found], keys: tuple[tuple[str, str], ...],
         for number, run in enumerate(runs):
             known = [record for record in run.records if key in record]
             width = max(1, len(known) // 100)
-            smooth = np.convolve([record[key] for record in known], np.ones(width) / width, "valid") if known else []
+            values = [record[key] for record in known]
+            smooth: Any = np.convolve(values, np.ones(width) / width, "valid") if known else []
             steps = [record["step"] for record in known][width - 1 :]
             axes.plot(steps, smooth, color=f"C{number}", label=run.label)
         axes.set(title=label, xlabel="step")

@@ -56,7 +56,7 @@ class SAEConfig(Settings):
         seed: of weights and of the order of rows.
         options: other arguments of the class, without `k` and `target_l0`.
         sweep: by the name of d_sae, l0, lr, seed or an option, the list of values to train an autoencoder with each.
-            Several names give all combinations.
+            Several names give all combinations. They take the place of values that are given beside them.
         steps: optimizer steps; None goes through the source once.
         batch: rows of a step.
         buffer: rows that are shuffled together, a multiple of batch; up to three times as many are in memory.
