@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from gossamer.cli import main
 from gossamer.cli import train as command
+from gossamer.cli._train_report import Found, curves
+from gossamer.cli.figure import svg
 from tests.train.corpora import write_corpus
 
 pytestmark = pytest.mark.native
@@ -172,3 +174,10 @@ def test_interrupted_it_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
     out, _ = process.communicate(timeout=120)
     assert process.returncode in (130, 0)
     assert process.returncode == 0 or "goes on at the last checkpoint" in out
+
+
+def test_a_report_of_records_that_lack_numbers() -> None:
+    """As those of another version."""
+    records: list[dict[str, float]] = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "dead": 0.1}]
+    found, keys = [Found("run", None, records, {})], (("loss", "loss"), ("dead", "dead"), ("l0", "L0"))
+    assert svg(lambda figure: curves(figure, found, keys), 2).count("<svg") == 1
