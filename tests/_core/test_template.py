@@ -76,7 +76,9 @@ def test_it_is_short_and_whole() -> None:
 def test_its_tests_pass(folder: Path, interpret: str) -> None:
     pytest.importorskip("triton")
     test = ["tests/room/test_row_energy.py", "-p", "join", "-p", "tests.conftest", "--import-mode=importlib"]
-    said = run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", *test, GOSSAMER_INTERPRET=interpret)
+    said = run(folder, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", *test, GOSSAMER_INTERPRET=interpret)
+    if interpret == "1" and "NumPy" in said and " skipped" in said:
+        pytest.skip("Triton's interpreter does not run here")
     passed = re.search(r"(\d+) passed", said)
     assert passed is not None and int(passed[1]) >= 5, said
 

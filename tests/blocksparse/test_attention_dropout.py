@@ -125,7 +125,7 @@ def test_mask_and_bias_of_other_layouts(device: torch.device) -> None:
 def test_mask_and_bias_of_a_pattern(device: torch.device) -> None:
     """Elements that the pattern of their layout leaves out are absent, whatever their values hold."""
     q, k, v, _, layout = problem(device, torch.float32, (), (32, 32), (64, 64), (2, 2), 16, density=1)
-    other = sliding_window((64, 64), 16, (10, 5))
+    other = sliding_window((64, 64), 16, (10, 5)).to(device)
     inside, shape = other.element_mask(), (other.capacity, 16, 16)
     mask = BlockSparseTensor(torch.ones(shape, dtype=torch.bool, device=device), other)
     torch.testing.assert_close(attention(q, k, v, layout, mask=mask), attention(q, k, v, layout, mask=inside))

@@ -70,18 +70,20 @@ def test_sizes() -> None:
     assert training.sizes_for(1 << 28, 5632, known(60, rows=1 << 28)).room == 1 << 30
     # Columns for as many hot neurons as there were, in steps, and none for few.
     for hot, columns in ((0, 0), (7, 0), (8, 64), (64, 64), (65, 128), (900, 320)):
-        assert training.columns_for(Density(1, hot, hot, 0, hot), 5632) == columns
+        assert training.columns_for(hot, 5632) == columns
     assert training.columns_for(None, 5632) == 320 and training.columns_for(None, 300) == 32
 
 
 def test_light_entries() -> None:
     """Those beside the most frequent neurons, of which there are as many as columns, and which many rows have."""
     fired = torch.tensor([[900] * 5 + [30] * 295, [0] * 250 + [100 + i for i in range(50)], [500] * 300])
-    light = training.light_mean(fired, 1000, 2)
+    light, hot = training.light_and_hot(fired, 1000, 2)
+    assert hot.tolist() == [32] * 3
     # Of neurons that are equally frequent as many have columns as there are.
     assert light.tolist() == pytest.approx([268 * 30 / 1000, sum(100 + i for i in range(18)) / 1000, 268 * 0.5])
     assert training.hot_neurons(fired, 1000, 2)[2].nonzero().squeeze(1).tolist() == list(range(32))
-    assert training.light_mean(torch.full((2, 12), 7), 1000, 2).tolist() == pytest.approx([0.084] * 2)
+    light, hot = training.light_and_hot(torch.full((2, 12), 7), 1000, 2)
+    assert light.tolist() == pytest.approx([0.084] * 2) and hot.tolist() == [0, 0]
 
 
 @pytest.mark.parametrize("dense", [0, 10])

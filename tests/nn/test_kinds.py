@@ -121,9 +121,9 @@ def test_loss_without_a_sync(device: torch.device, generator: torch.Generator) -
 
 @pytest.mark.native
 @pytest.mark.parametrize("names", [("mse",), ("further_mse",), ("reconstruction",), ("reconstruction", "further_mse")])
-def test_each_term_of_nested_widths(names: tuple[str, ...], generator: torch.Generator) -> None:
+def test_each_term_of_nested_widths(names: tuple[str, ...]) -> None:
     """Against autograd's sum over `reconstructions` in float64, which the CPU has, also for the gradient of x."""
-    weights = [0.5, 0.0, 2.0]
+    weights, generator = [0.5, 0.0, 2.0], torch.Generator().manual_seed(0)
     model = make("matryoshka", torch.device("cpu"), widths=[1, 7, 50, 96], inner_weights=weights, dtype=torch.float64)
     x = dense.sample(40, generator).double().requires_grad_()
     direction = torch.randn(x.shape, dtype=torch.float64, generator=generator)

@@ -257,10 +257,11 @@ def test_blocks_are_chosen_by_their_light_entries(
     monkeypatch.setattr(loop, "lists_are_faster", faster)
     monkeypatch.setattr(loop, "FULL", 0)
     run.device, run.step = torch.device("cuda"), loop.CHOSEN
-    known = {"l0/00": 30.0, "l0/01": 5.0, "light/00": 2.0, "light/01": 5.0}
+    known = {"l0/00": 30.0, "l0/01": 5.0, "light/00": 2.0, "light/01": 5.0, "hot/00": 9.0, "hot/01": 0.0}
     run.records = [{"step": step, **known} for step in range(1, loop.CHOSEN)]
     run._choose()
     assert [block.method for block in run.model.blocks()] == ["gather", "fused"] and means == [2.0, 5.0]
+    assert [block.density.hot.pinned for block in run.model.blocks()] == ["16", "0"]
 
 
 def test_other_settings_are_refused(corpus: Corpus, tmp_path: Path) -> None:
@@ -286,13 +287,17 @@ def test_a_log_that_lacks_records_or_numbers_is_gone_on_with(
         Run(config, corpus, tmp_path, checkpoint_every=4).train(stop(9))
     log = tmp_path / "log.jsonl"
     records = [json.loads(line) for line in log.read_text().splitlines()]
-    kept = [{k: v for k, v in each.items() if "light/" not in k} for each in records if each["step"] not in (2, 3)]
+    kept = [
+        {k: v for k, v in each.items() if "light/" not in k and "hot/" not in k}
+        for each in records
+        if each["step"] not in (2, 3)
+    ]
     log.write_text("".join(json.dumps(record) + "\n" for record in kept))
     again, asked = Run(config, corpus, tmp_path, checkpoint_every=4), []
     monkeypatch.setattr(again, "device", torch.device("cuda"))
     monkeypatch.setattr(loop, "lists_are_faster", lambda mean, *_: asked.append(mean))
     monkeypatch.setattr(loop, "FULL", 0)
-    again.records.append({"step": 15, "light/00": 1.0, "light/01": 2.0})
+    again.records.append({"step": 15, "light/00": 1.0, "light/01": 2.0, "hot/00": 1.0, "hot/01": 0.0})
     again.step = 16
     again._choose()
     assert asked == [1.0, 2.0]

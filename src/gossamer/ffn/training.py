@@ -86,12 +86,12 @@ def heavy_limit(n: int) -> int:
     return max(64, n // HEAVY)
 
 
-def columns_for(known: Density | None, n: int) -> int:
-    """How many hot neurons have a column: as many as there were in the last call that is known, or none."""
+def columns_for(hot: float | None, n: int) -> int:
+    """How many hot neurons have a column: as many as there were, `hot`, or none. None: that is not known."""
     most = min(HOT, max(16, n // 8 // 16 * 16))
-    if known is None:
+    if hot is None:
         return most
-    return 0 if known.mean < WORTH else min(most, -(-int(known.mean) // STEP) * STEP)
+    return 0 if hot < WORTH else min(most, -(-int(hot) // STEP) * STEP)
 
 
 def pays(known: Density | None, hot: Density | None, block: Block, sizes: tuple[int, int, int, int]) -> bool:
@@ -99,7 +99,7 @@ def pays(known: Density | None, hot: Density | None, block: Block, sizes: tuple[
     of its hot neurons."""
     if known is None or not block.x.is_cuda:
         return False
-    x, columns = block.x, columns_for(hot, sizes[2])
+    x, columns = block.x, columns_for(hot and hot.mean, sizes[2])
     light, heavy = known.light / max(known.rows, 1), known.over / max(known.rows, 1)
     gated = block.up_weight is not None
     return lists_are_faster(light, columns, sizes, gated, x.element_size(), x.get_device(), heavy)
@@ -144,7 +144,7 @@ def differentiable(
     hot = columns_for(None, n)
     if density is not None:
         density.last_path = method
-        hot = int(density.hot.path(lambda known: str(columns_for(known, n)), training=True))
+        hot = int(density.hot.path(lambda known: str(columns_for(known and known.mean, n)), training=True))
     sparse = method == "gather" and 0 not in sizes
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
         if sparse:
@@ -209,6 +209,8 @@ def hot_neurons(fired: Tensor, rows: int, size: int) -> Tensor:
     return torch.zeros_like(fired, dtype=torch.bool).scatter_(-1, order, True) & (fired > least)
 
 
-def light_mean(fired: Tensor, rows: int, size: int) -> Tensor:
-    """Entries of a row, on average, beside those of hot neurons: `[...]` of `fired` as above."""
-    return torch.where(hot_neurons(fired, rows, size), 0, fired).sum(-1) / rows
+def light_and_hot(fired: Tensor, rows: int, size: int) -> tuple[Tensor, Tensor]:
+    """(entries of a row, on average, beside those of hot neurons; how many neurons are hot), each `[...]` of `fired` as
+    above."""
+    hot = hot_neurons(fired, rows, size)
+    return torch.where(hot, 0, fired).sum(-1) / rows, hot.sum(-1)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
 
 from gossamer._core import checks
-from gossamer.ffn.training import columns_for, light_mean, lists_are_faster, sizes_for
+from gossamer.ffn.training import columns_for, light_and_hot, lists_are_faster, sizes_for
 from gossamer.sparsity import DeadNeuronTracker, reinitialize_, scalars
 from gossamer.train.config import Config
 from gossamer.train.data import Corpus
@@ -129,16 +129,17 @@ class Run(Resumable):
                 self._before = self._now()
 
     def _choose(self) -> None:
-        """Sends each block on lists of its active entries, or on dense products, by how many entries stand
-        beside those of hot neurons in a step whose record every process has that comes here: a run that goes on chooses
-        as one that was not stopped."""
+        """Sends each block on lists of its active entries, or on dense products, by how many neurons are hot and how
+        many entries stand beside theirs in a step whose record every process has that comes here: a run that goes on
+        chooses as one that was not stopped."""
         config, step = self.config, self.step // CHOSEN * CHOSEN - 1
         # A log may lack records, and those of other versions may lack numbers.
         known: Record = next((record for record in reversed(self.records) if record["step"] == step), {})
         sizes = (config.micro_batch * config.length, config.hidden, config.intermediate, config.hidden)
-        room, columns = sizes_for(sizes[0], config.intermediate, None).room, columns_for(None, config.intermediate)
+        room = sizes_for(sizes[0], config.intermediate, None).room
         for number, block in enumerate(self.model.blocks()):
             method = config.method
+            columns = columns_for(known.get(f"hot/{number:02}"), config.intermediate)
             if method == "auto":
                 method = "fused"
                 mean = known.get(f"light/{number:02}")
@@ -147,7 +148,7 @@ class Run(Resumable):
                     fits = FULL * mean * sizes[0] < room
                     if fits and lists_are_faster(mean, columns, sizes, config.gated, self.model.dtype.itemsize, index):
                         method = "gather"
-            block.method = method
+            block.method, block.density.hot.pinned = method, str(columns)
 
     def validate(self) -> float:
         """The mean cross-entropy on text that training does not see."""
@@ -189,9 +190,9 @@ class Run(Resumable):
         self.optimizer.step()
         self.optimizer.zero_grad()
         dead = torch.zeros(config.layers, 1, dtype=torch.bool, device=self.device)
-        light = torch.full((config.layers,), float(config.intermediate), device=self.device)
+        light, hot = torch.tensor([[float(config.intermediate)], [0.0]], device=self.device).expand(2, config.layers)
         if out.activity is not None:
-            light = light_mean(out.activity.fired, micro * config.length, self.model.dtype.itemsize)
+            light, hot = light_and_hot(out.activity.fired, micro * config.length, self.model.dtype.itemsize)
             dead = self.tracker.step()
             if config.reinitialize:
                 self.generator.manual_seed((config.seed << 32) + self.step)
@@ -199,8 +200,8 @@ class Run(Resumable):
                     reinitialize_(gate, silent, rate=config.reinitialize, generator=self.generator)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         means = self._summed(torch.stack(sums).sum(0)) / self.world
-        light = self._summed(light.float()) / self.world
-        return torch.cat((norm[None], means, dead.float().mean(1), light))
+        light_hot = self._summed(torch.cat((light, hot)).float()) / self.world
+        return torch.cat((norm[None], means, dead.float().mean(1), light_hot))
 
     def _refuse(self, unlisted: Tensor) -> None:
         """Raises where more tokens of a micro-batch are in no list than there may be, before the optimizer's step."""
@@ -248,8 +249,9 @@ class Run(Resumable):
         others |= {"coefficient": self.config.schedule(step - 1), "tokens/s": self.config.tokens_per_step / seconds}
         if validation is not None:
             others["validation"] = validation()
-        dead, light = values[3 + layers : 3 + 2 * layers, None], values[3 + 2 * layers :].tolist()
-        others |= {f"light/{number:02}": mean for number, mean in enumerate(light)}
+        dead, light_hot = values[3 + layers : 3 + 2 * layers, None], values[3 + 2 * layers :].tolist()
+        names = [f"{name}/{number:02}" for name in ("light", "hot") for number in range(layers)]
+        others |= dict(zip(names, light_hot, strict=True))
         record = {"step": step, **scalars(values[3 : 3 + layers], dead, **others)}
         if self.device.type == "cuda":
             record["peak_bytes"] = torch.cuda.max_memory_allocated(self.device)

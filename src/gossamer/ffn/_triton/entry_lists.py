@@ -100,7 +100,8 @@ def widened(column):
 def wide(x, HALVES: tl.constexpr):
     """x in float32. HALVES: of bfloat16, two to a word, in an instruction each, where the compiler takes three for two:
     products of rows that are gathered have hardly more instructions than these."""
-    if HALVES:
+    # Two need two elements.
+    if HALVES and x.numel > 1:
         code: tl.constexpr = "shl.b32 $0, $2, 16; and.b32 $1, $2, 0xffff0000;"
         return tl.inline_asm_elementwise(code, "=f,=f,r", [x], dtype=tl.float32, is_pure=True, pack=2)
     else:

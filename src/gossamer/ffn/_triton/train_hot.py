@@ -53,7 +53,7 @@ def how_many(counts_ptr, bound, N, BLOCK: tl.constexpr):
     return total
 
 
-@launch.kernel(specialize=("rows",))
+@launch.kernel
 def _ffn_hot_choose_kernel(counts_ptr, listed_ptr, slot_ptr, N, least, rows, H, BLOCK: tl.constexpr):
     """One program: the neurons with more than `least` counts of `rows` get slots, in ascending order; of more than H
     the most frequent, and of neurons that are equally frequent the first. Leaves the counts at 0."""
