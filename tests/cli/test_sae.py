@@ -1,6 +1,7 @@
 """`gossamer sae extract`, `show`, `report` and `check`."""
 
 import errno
+import io
 import json
 import os
 import subprocess
@@ -13,11 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from safetensors import SafetensorError
 from typer.testing import CliRunner
 
 from gossamer import nn
 from gossamer.cli import environment, main
+from gossamer.cli.train import steps_bar
 from gossamer.extract import Extraction, extract
 from gossamer.extract import folder as disk
 from gossamer.extract.text import Text
@@ -101,26 +104,67 @@ def test_train_extract_and_show(files: Path) -> None:
         code, output = run(*given)
         assert code == 0 and "l0=4: explains" in output and f"autoencoders in {files / 'run'}" in output, output
     page = (files / "run" / "report.html").read_text(encoding="utf-8")
+    assert re.search(r"11 steps of 8 rows, [1-9][0-9,]* rows a second", page)
     assert page.count("<svg") == 4 and "Explained variance by L0" in page and "l0=2" in page
     assert nn.load_sae(files / "run" / "l0=4").aux_k == 3
     code, output = run("extract", files / "run" / "l0=2", files / "acts.npy", "--out", files / "latents")
-    assert code == 0 and "100 rows, 200 entries" in output
+    assert code == 0 and "100 rows, 200 entries, 1 file in" in output
     for changed, message in (
         (("--lr", 1), "holds a run of other settings: lr None there and 1.0 here"),
         (("--kind", "vae", "--out", files / "b"), "kind must be one of topk"),
         (("--set", "k=8", "--out", files / "b"), "options must not have k, which follows from l0. Give l0."),
         (("--sweep", "l0=8", "--out", files / "b"), "l0 must be given once, got l0=8 too. Commas separate the values"),
-        (("--sweep", "lr=abc", "--out", files / "b"), "lr must be a number, got str"),
         (("--hook", "h", "--out", files / "b"), "gossamer sae train: --model and --hook belong together"),
         (("--batch-size", 99, "--out", files / "b"), "source must have a batch of 99 rows beside 99"),
         (("--log", "paper", "--out", files / "b"), "gossamer sae train: --log must be tensorboard or wandb"),
+        (("--lr", "nan", "--out", files / "b"), "gossamer sae train: --lr must be above 0 and finite, got nan"),
+        (("--l0", 8, "--out", files / "b"), "--l0 must not be given beside --sweep l0, which has its values"),
+        (("--sweep", "aux_k=1,2", "--out", files / "b"), "--set aux_k must not be given beside --sweep aux_k"),
+        (("--sweep", "foo=1,2", "--out", files / "b"), "Options are aux_coefficient, aux_k, dead_after"),
     ):
         refused(message, *given, *changed)
-    refused("gossamer sae train: l0 must be a number, got str", *given[:-4], "--sweep", "l0=abc", "--out", files / "b")
+    for swept in ("l0=abc", "l0=4,bb", "lr=(1,[2])"):
+        name = swept[:2]
+        said = f"--sweep takes numbers for {name}, as {name}=1,2, got {swept[:3]}"
+        refused(said, *given[:-4], "--sweep", swept, "--out", files / "b")
+    assert not (files / "b").exists()
+    for swept, names in (("l0=[2, 3]", ["l0=2", "l0=3"]), ("penalty=step,tanh", ["penalty=step", "penalty=tanh"])):
+        out = files / names[0]
+        kind = ("--kind", "jumprelu", "--l0", 2) if "penalty" in swept else ()
+        code, output = run(*given[:3], out, *given[4:10], "--steps", 2, *kind, "--sweep", swept)
+        assert code == 0 and all(f"{name}: explains" in output for name in names), output
+    code, output = run("extract", files / "run", files / "acts.npy", "--out", files / "latents")
+    assert code == 2 and "Name one of its autoencoders: " in output and "l0=4" in output.replace("\n", ""), output
     file = next((files / "run" / "checkpoints").glob("*11.safetensors"))
     file.write_bytes(file.read_bytes()[:-9])
     code, output = run(*given)
     assert code == 2 and "is corrupt or truncated" in output and "step-00000008" in output
+
+
+@pytest.mark.parametrize("command", ["sae", "train"])
+def test_where_scalars_go_is_checked_before_there_is_a_run(
+    command: str, files: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    given = ["train", files / "acts.npy"] if command == "sae" else ["run", files / "none"]
+    for log, message in (
+        ("paper", "--log must be tensorboard or wandb"),
+        ("wandb", "wandb is missing: run pip install"),
+    ):
+        started = [command, *given, "--out", files / "b", "--log", log]
+        result = CliRunner().invoke(main, [*map(str, started)], env={"COLUMNS": "200"})
+        assert result.exit_code == 2 and message in result.output and not (files / "b").exists(), result.output
+
+
+def test_a_bar_fits_into_80_columns() -> None:
+    console = Console(width=80, file=io.StringIO(), force_terminal=True)
+    with steps_bar(console) as bar:
+        bar.add_task(
+            "steps", completed=1234, total=30_000, state="loss 3.123  L0 176 " + "▇" * 12 + "  dead 10%  1,234 tok/s"
+        )
+    shown = re.sub(r"\x1b\[[^m]*m", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "1234/30000" in shown and "-:--:--" in shown and "loss 3.123" in shown and "…" in shown
 
 
 def test_train_over_two_processes(files: Path) -> None:

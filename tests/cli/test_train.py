@@ -15,6 +15,8 @@ from typer.testing import CliRunner
 
 from gossamer.cli import main
 from gossamer.cli import train as command
+from gossamer.cli._train_report import Found, curves
+from gossamer.cli.figure import svg
 from tests.train.corpora import write_corpus
 
 pytestmark = pytest.mark.native
@@ -46,6 +48,8 @@ def test_from_text_to_a_report_of_two_runs(tmp_path: Path) -> None:
     (tmp_path / "more.jsonl").write_text("\n".join(lines))
     packed = gossamer("pack", text, tmp_path / "more.jsonl", "--out", tmp_path / "c", "--vocabulary", "300")
     assert "tokens for training" in packed
+    other = gossamer("pack", text, "--out", tmp_path / "c", "--vocabulary", "280", code=2)
+    assert "holds tokens of another tokenizer, which runs may need. Name another folder" in other
     dense, sparse = tmp_path / "dense", tmp_path / "<i>$spar$e"
     told = gossamer("run", tmp_path / "c", "--out", dense, *SIZES)
     assert "begins" in told and "validation loss" in told
@@ -91,6 +95,7 @@ def test_the_model_is_read_with_its_tokenizer(tmp_path: Path) -> None:
         (["run", "CORPUS", "--out", "OUT", "--set", "depth=3"], "changes must be of the fields"),
         (["run", "CORPUS", "--out", "OUT", "--set", "length"], "a field is set as NAME=VALUE, got length"),
         (["run", "CORPUS", "--out", "OUT", "--l1", "1", "--set", "l1=-3"], "coefficient must be at least 0"),
+        (["run", "CORPUS", "--out", "OUT", "--lr", "nan"], "gossamer train run: --lr must be above 0 and finite"),
         (["run", "CORPUS", "--out", "OUT", "--set", "length=x"], "length must be an int, got str"),
         (["run", "CORPUS", "--out", "OUT", "--activation", "gelu"], "activation must be one of relu, relu2, silu"),
         (["run", "CORPUS", "--out", "OUT", "--device", "tpu"], "--device must be auto or a device of this machine"),
@@ -169,3 +174,10 @@ def test_interrupted_it_says_how_to_go_on(corpus: Path, tmp_path: Path) -> None:
     out, _ = process.communicate(timeout=120)
     assert process.returncode in (130, 0)
     assert process.returncode == 0 or "goes on at the last checkpoint" in out
+
+
+def test_a_report_of_records_that_lack_numbers() -> None:
+    """As those of another version."""
+    records: list[dict[str, float]] = [{"step": 1, "loss": 3.0}, {"step": 2, "loss": 2.0, "dead": 0.1}]
+    found, keys = [Found("run", None, records, {})], (("loss", "loss"), ("dead", "dead"), ("l0", "L0"))
+    assert svg(lambda figure: curves(figure, found, keys), 2).count("<svg") == 1

@@ -24,6 +24,7 @@ def test_presets_have_the_sizes_of_table_2() -> None:
     assert gated == pytest.approx([0.51, 1.03, 1.54, 2.05], abs=0.005)
     assert plain == pytest.approx([0.50, 1.01, 1.51, 2.01], abs=0.005)
     assert preset("1.5b").tokens_per_step == 2**20
+    assert [preset("tiny", batch=batch).micro_batch for batch in (4, 12, 64)] == [4, 4, 8]
     assert 95e6 < preset("100m").parameters < 115e6
     for name in PRESETS:
         assert preset(name, gated=False).intermediate % 16 == 0

@@ -216,8 +216,8 @@ def test_blocks_are_chosen_by_their_light_entries(
     monkeypatch.setattr(loop, "lists_are_faster", faster)
     monkeypatch.setattr(loop, "FULL", 0)
     run.device, run.step = torch.device("cuda"), loop.CHOSEN
-    entries = {"l0/00": 30.0, "l0/01": 5.0, "light/00": 2.0, "light/01": 5.0, "hot/00": 9.0, "hot/01": 0.0}
-    run.records = [entries] * loop.CHOSEN
+    known = {"l0/00": 30.0, "l0/01": 5.0, "light/00": 2.0, "light/01": 5.0, "hot/00": 9.0, "hot/01": 0.0}
+    run.records = [{"step": step, **known} for step in range(1, loop.CHOSEN)]
     run._choose()
     assert [block.method for block in run.model.blocks()] == ["gather", "fused"] and means == [2.0, 5.0]
     assert [block.density.hot.pinned for block in run.model.blocks()] == ["16", "0"]
@@ -234,6 +234,39 @@ def test_other_settings_are_refused(corpus: Corpus, tmp_path: Path) -> None:
         Run(replace(SMALL, vocabulary=32), corpus, tmp_path / "other")
     with pytest.raises(ValueError, match=r"the corpus must have sequences of 5000 tokens"):
         Run(replace(SMALL, length=5000), corpus, tmp_path / "long")
+
+
+def test_a_log_that_lacks_records_or_numbers_is_gone_on_with(
+    corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of another version: a step's record is found by its step, and what it does not say is not known."""
+    monkeypatch.setattr(loop, "CHOSEN", 2)
+    config = replace(SMALL, method="auto")
+    with pytest.raises(Stopped):
+        Run(config, corpus, tmp_path, checkpoint_every=4).train(stop(9))
+    log = tmp_path / "log.jsonl"
+    records = [json.loads(line) for line in log.read_text().splitlines()]
+    kept = [
+        {k: v for k, v in each.items() if "light/" not in k and "hot/" not in k}
+        for each in records
+        if each["step"] not in (2, 3)
+    ]
+    log.write_text("".join(json.dumps(record) + "\n" for record in kept))
+    again, asked = Run(config, corpus, tmp_path, checkpoint_every=4), []
+    monkeypatch.setattr(again, "device", torch.device("cuda"))
+    monkeypatch.setattr(loop, "lists_are_faster", lambda mean, *_: asked.append(mean))
+    monkeypatch.setattr(loop, "FULL", 0)
+    again.records.append({"step": 15, "light/00": 1.0, "light/01": 2.0, "hot/00": 1.0, "hot/01": 0.0})
+    again.step = 16
+    again._choose()
+    assert asked == [1.0, 2.0]
+    again.step = 8
+    again._choose()
+    monkeypatch.undo()
+    assert asked == [1.0, 2.0]
+    again.records.pop()
+    again.train()
+    assert again.step == config.steps
 
 
 def test_a_profile_is_written(corpus: Corpus, tmp_path: Path) -> None:

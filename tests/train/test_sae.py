@@ -17,9 +17,10 @@ from torch import Tensor
 
 from demo.model import ByteModel, ModelConfig
 from gossamer import nn
+from gossamer.extract.ranks import Ranks
 from gossamer.extract.source import Source
 from gossamer.train import SAEConfig, SAERun, checkpoint, evaluate_sae
-from gossamer.train.sae import KINDS, in_units_of_x
+from gossamer.train.sae import KINDS, _recovered, in_units_of_x
 from tests.train.stopping import Stopped, curve, fill_disk, harm, killed, stop
 
 pytestmark = pytest.mark.native
@@ -227,6 +228,8 @@ def test_other_settings_and_sources_are_refused(tmp_path: Path) -> None:
     run(replace(SMALL, options={"aux_k": 3}), rows(), tmp_path)
     with pytest.raises(ValueError, match=r"holds a run of other settings: lr 0.001 there and 0.1 here"):
         run(replace(SMALL, lr=0.1, options={"aux_k": 3}), rows(), tmp_path)
+    with pytest.raises(ValueError, match=r"of other settings: batch 16 there and 32 here\. Name another folder"):
+        run(replace(SMALL, batch=32, steps=None, options={"aux_k": 3}), rows(), tmp_path)
     with pytest.raises(ValueError, match=r"holds a run of other settings: source [0-9a-f]{64} there and"):
         run(replace(SMALL, options={"aux_k": 3}), rows(seed=1), tmp_path)
     with pytest.raises(ValueError, match=r"source must have a batch of 16 rows beside 16 .* got 20 rows"):
@@ -267,6 +270,56 @@ def test_rows_with_a_gradient_train_like_those_without(tmp_path: Path) -> None:
     run(SMALL, rows(), tmp_path / "plain").train()
     run(SMALL, rows().requires_grad_(), tmp_path / "grad").train()
     assert files(tmp_path / "plain") == files(tmp_path / "grad")
+
+
+@pytest.mark.parametrize("power", [83, -83])
+def test_rows_whose_variance_no_float32_holds(power: int, tmp_path: Path) -> None:
+    """They train as others do, to the bit where a power of 2 lies between them."""
+    usual, whole = (
+        run(replace(SMALL, steps=20), rows() * 2.0**p, tmp_path / str(p)) for p in (0, power)
+    )  # fmt: skip
+    for each in (usual, whole):
+        each.train()
+    assert float(whole.models.scale) == float(usual.models.scale) * 2.0**-power
+    for found, other in zip(whole.results, usual.results):
+        assert found["explained"] == pytest.approx(other["explained"], rel=1e-5) and found["l0"] == other["l0"]
+    loaded = nn.load_sae(tmp_path / str(power) / "l0=2")
+    assert all(bool(tensor.isfinite().all()) for tensor in loaded.state_dict().values())
+
+
+def test_numbers_that_are_not_finite_in_the_units_of_the_source_are_not_saved(tmp_path: Path) -> None:
+    whole = run(replace(SMALL, steps=15), rows(), tmp_path)
+    train = whole._train
+
+    def spoilt(*given: Any) -> None:
+        train(*given)
+        whole.models.scale.zero_()
+
+    whole._train = spoilt  # type: ignore[method-assign]
+    with pytest.raises(FloatingPointError, match=r"in the units of the source a number of the autoencoder l0=2 is not"):
+        whole.train()
+    assert not (tmp_path / "l0=2").exists() and not (tmp_path / "results.json").exists()
+
+
+def test_settings_are_checked_before_ranks_compare_them() -> None:
+    for given in ({"lr": math.nan}, {"sweep": {"lr": [1e-3, math.nan]}}, {"lr": 0}):
+        with pytest.raises(ValueError, match=r"train\.SAEConfig: lr must be above 0 and finite, got"):
+            SAEConfig(**given)
+    Ranks("train").check_alike({"anything": math.nan})
+
+
+def test_unknown_options_are_named_beside_those_that_are_known() -> None:
+    message = (
+        r"options and sweep must have arguments of nn\.TopKSAE: .*'foo'\. Options are aux_coefficient, aux_k, dead_af"
+    )
+    with pytest.raises(ValueError, match=message):
+        SAEConfig(sweep={"foo": [1, 2]}).make(8, {"foo": 1})
+
+
+def test_no_loss_is_recovered_where_the_model_does_no_worse_without() -> None:
+    for losses, share in (([2.0, 3.0, 2.5], 0.5), ([2.0, 2.0, 2.1], None), ([2.0, 1.9, 1.8], None)):
+        found = _recovered(lambda *edits, losses=losses: losses, None)
+        assert found.get("loss recovered") == share and found["loss"] == losses[2]
 
 
 def test_a_run_trains_once(tmp_path: Path) -> None:
@@ -347,7 +400,7 @@ def test_losses_of_a_model_on_another_device(tmp_path: Path) -> None:
 def test_a_run_that_is_refused_closes_its_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     closed, close = [], Source.close
     monkeypatch.setattr(Source, "close", lambda source: (closed.append(source), close(source)))
-    with pytest.raises(ValueError, match="options must be arguments"):
+    with pytest.raises(ValueError, match="must have arguments of nn"):
         run(replace(SMALL, options={"widht": 3}), rows(), tmp_path)
     assert len(closed) == 1
 

@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
 from gossamer.cli.figure import SPARSE, rate_histogram, svg
-from gossamer.cli.page import context, page, table, tiles
+from gossamer.cli.page import context, counted, page, table, tiles
 from gossamer.extract import Extraction
 
 BUSIEST, SAMPLED = 8, 16
@@ -34,7 +34,7 @@ def render(found: Extraction, latents: dict[str, list[int]]) -> str:
     nonfinite = found.manifest["nonfinite"]
     excluded = f" {nonfinite:,} values that are not finite are left out." if nonfinite else ""
     figures = (
-        (f"rows in {len(found):,} files{state}", f"{found.rows:,}"),
+        (f"rows in {counted(len(found), 'file')}{state}", f"{found.rows:,}"),
         (f"latents a row (L0), of {found.d_sae:,}", f"{int(fired.sum()) / rows:.1f}"),
         ("of the latents never fired", f"{int((fired == 0).sum()) / found.d_sae:.1%}"),
     )

@@ -13,7 +13,7 @@ from matplotlib.ticker import PercentFormatter
 
 from gossamer.cli._train_report import Found, curves
 from gossamer.cli.figure import svg
-from gossamer.cli.page import page, table
+from gossamer.cli.page import counted, page, table
 from gossamer.train.sae import DENSITIES, SAEConfig
 
 _COLUMNS = {
@@ -39,8 +39,9 @@ def read(folder: Path) -> list[Found]:
 
 
 def _own(record: dict[str, float], suffix: str) -> dict[str, float]:
-    """One autoencoder's part of a record."""
-    return {key.removesuffix(suffix): value for key, value in record.items() if "/" not in key or key.endswith(suffix)}
+    """One autoencoder's part of a record: numbers of the others have their number behind the name."""
+    numbered = {key for key in record if key.rpartition("/")[2].isdecimal() and not key.endswith(suffix)}
+    return {key.removesuffix(suffix): value for key, value in record.items() if key not in numbered}
 
 
 def render(title: str, found: list[Found]) -> str:
@@ -65,8 +66,9 @@ def render(title: str, found: list[Found]) -> str:
         for each in found
     ]
     names = ("autoencoder", *(label for label, _ in columns.values()))
+    sizes = f"{counted(config.steps, 'step')} of {counted(config.batch, 'row')}"
     body = (
-        f"<header><h1>{escape(title)}</h1><p>{escape(config.kind)}, {config.steps:,} steps of {config.batch:,} rows, "
+        f"<header><h1>{escape(title)}</h1><p>{escape(config.kind)}, {sizes}, "
         f"{found[0].last('tokens/s'):,.0f} rows a second; evaluated on {config.held_out:,} rows held out.</p></header>"
         f"{table('Autoencoders', names, rows)}"
         + "".join(f"<h2>{name}</h2><figure>{plot}</figure>" for name, plot in drawn)

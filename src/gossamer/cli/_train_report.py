@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
 from gossamer.cli.figure import svg
-from gossamer.cli.page import page, table
+from gossamer.cli.page import counted, page, table
 from gossamer.train import Config
 
 SETTLED = 0.1
@@ -75,8 +75,8 @@ def render(runs: list[Found]) -> str:
     config = runs[0].config
     body = (
         f"<header><h1>{escape(', '.join(run.name for run in runs))}</h1><p>{config.parameters:,} parameters, "
-        f"{config.layers} layers of {config.intermediate:,} neurons, {config.tokens_per_step:,} tokens a step; "
-        f"medians of the last {SETTLED:.0%} of the steps.</p></header>"
+        f"{counted(config.layers, 'layer')} of {config.intermediate:,} neurons, {config.tokens_per_step:,} tokens a "
+        f"step; medians of the last {SETTLED:.0%} of the steps.</p></header>"
         f"{table('Runs', names, rows)}{drawn}"
     )
     return page("gossamer train", body)
@@ -102,10 +102,11 @@ def curves(figure: Figure, runs: list[Found], keys: tuple[tuple[str, str], ...],
     panels = figure.subplots(1, len(keys), squeeze=False)[0]
     for axes, (key, label) in zip(panels, keys):
         for number, run in enumerate(runs):
-            values = np.array([record[key] for record in run.records])
-            width = max(1, len(values) // 100)
-            smooth = np.convolve(values, np.ones(width) / width, "valid")
-            steps = [record["step"] for record in run.records][width - 1 :]
+            known = [record for record in run.records if key in record]
+            width = max(1, len(known) // 100)
+            values = [record[key] for record in known]
+            smooth: Any = np.convolve(values, np.ones(width) / width, "valid") if known else []
+            steps = [record["step"] for record in known][width - 1 :]
             axes.plot(steps, smooth, color=f"C{number}", label=run.label)
         axes.set(title=label, xlabel="step")
         if zoomed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import os
 import re
@@ -101,6 +102,9 @@ def _misused(ctx: Any, message: str) -> typer.BadParameter:
 def _named(ctx: Any, message: str) -> str:
     """A message with the command's name in place of that of the function that it comes from."""
     message = re.sub(r"^(gossamer( \w+)+|extract|train(\.\w+)?|Extraction): ", "", message)
+    # Arguments of functions are options here.
+    options = {option.name: option.opts[0] for option in ctx.command.params if option.opts[0].startswith("--")}
+    message = re.sub(r"^\w+(?= must )", lambda found: options.get(found[0], found[0]), message)
     return f"gossamer {ctx.parent.info_name} {ctx.info_name}: {message}"
 
 
@@ -118,6 +122,22 @@ class Commands(typer.Typer):
 
     def command(self, *args: Any, **kwargs: Any) -> Any:
         return super().command(*args, cls=_Reporting, **kwargs)
+
+
+def set_fields(given: list[str]) -> dict[str, Any]:
+    """Values by name, of NAME=VALUE each."""
+    found = {}
+    for item in given:
+        name, sign, value = item.partition("=")
+        if not sign:
+            raise ValueError(f"a field is set as NAME=VALUE, got {item}.")
+        if name in found:
+            raise ValueError(f"{name} must be given once, got {item} too. Commas separate the values of a sweep.")
+        try:
+            found[name] = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            found[name] = value
+    return found
 
 
 def application(function: Callable[..., Any], name: str) -> typer.Typer:

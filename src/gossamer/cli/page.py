@@ -51,6 +51,11 @@ def context(value: float, before: str, marked: str, after: str) -> str:
     )
 
 
+def counted(count: int, noun: str) -> str:
+    """A number of things."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def line(string: str) -> str:
     """Text from outside, escaped, and visible on one line."""
     return escape(visible(string))

@@ -17,9 +17,9 @@ from torch import distributed
 from gossamer import extract as extraction
 from gossamer import nn
 from gossamer._core.files import make_folder, write_text
-from gossamer.cli.application import Commands, Failed
+from gossamer.cli.application import Commands, Failed, set_fields
 from gossamer.cli.environment import DEVICE_HELP, DTYPE_HELP, ranks, resolve_device, resolve_dtype
-from gossamer.cli.page import visible
+from gossamer.cli.page import counted, visible
 from gossamer.extract import Extraction
 from gossamer.nn.checkpoint import OnlyInSAELens
 
@@ -86,7 +86,8 @@ def extract(
             found = extraction.extract(
                 rows, sae_model, out, key=key, batch_size=batch_size, shard_rows=shard_rows, top=top, progress=progress
             )
-    console.print(f"{found.rows:,} rows, {found.nnz:,} entries, {len(found)} files in {out}", markup=False)
+    sizes = (counted(found.rows, "row"), f"{found.nnz:,} entries", counted(len(found), "file"))
+    console.print(f"{', '.join(sizes)} in {out}", markup=False)
     console.print(_summary(found))
 
 
@@ -100,7 +101,7 @@ def train(
     ),
     d_sae: int = typer.Option(16_384, min=1, help="Latents."),
     l0: int | None = typer.Option(None, min=1, help="Latents of a row; 32 by default. Not of standard and gated."),
-    lr: float | None = typer.Option(None, help="Of Adam; by default 2e-4 at 16,384 latents, and by their root."),
+    lr: float | None = typer.Option(None, help="Adam's learning rate; by default 2e-4 * (16384 / d_sae) ** 0.5."),
     set_: list[str] = typer.Option([], "--set", help="Another argument of the class, as --set l1_coefficient=2."),
     sweep: list[str] = typer.Option([], help="Values to train an autoencoder with each, as --sweep l0=16,32,64."),
     steps: int | None = typer.Option(None, min=1, help="Optimizer steps; by default once through the source."),
@@ -112,7 +113,7 @@ def train(
     contexts: int = _CONTEXTS,
     key: str | None = _KEY,
     dtype: str = typer.Option("auto", help=DTYPE_HELP),
-    seed: int = typer.Option(0, min=0, help="Of weights and of the order of rows."),
+    seed: int = typer.Option(0, min=0, help="Seed of weights and of the order of rows."),
     device: str = _DEVICE,
     checkpoint_every: int = typer.Option(5000, min=1, help="Steps between checkpoints."),
     log_every: int = typer.Option(50, min=1, help="Steps between records of log.jsonl."),
@@ -133,16 +134,16 @@ def train(
     was never killed. Each autoencoder is in a folder that SAELens and nn.load_sae read.
     """
     from gossamer.cli._sae_train_report import read, render
-    from gossamer.cli.train import log_writers, set_fields, steps_bar
+    from gossamer.cli.train import log_writers, steps_bar
     from gossamer.train import SAEConfig, SAERun
 
     def page() -> None:
         write_text("train", out / "report.html", render(out.resolve().name, read(out)))
 
     ctx.obj = lambda: "the same command goes on at the last checkpoint"
+    begin_log, values = log_writers(log), _swept(ctx, sweep)
     with ranks() as rank, steps_bar(Console(quiet=rank != 0)) as bar:
         where = resolve_device(device, "gossamer sae train")
-        values = {name: [*value] if isinstance(value, tuple) else [value] for name, value in set_fields(sweep).items()}
         config = SAEConfig(
             kind=kind, d_sae=d_sae, l0=l0, lr=lr, seed=seed, options=set_fields(set_), sweep=values, steps=steps,
             batch=batch_size, buffer=buffer or 64 * batch_size, dtype=resolve_dtype(dtype, where),
@@ -155,7 +156,7 @@ def train(
             bar.console.print(f"Stopped at any moment, {ctx.obj()}.")
         task = bar.add_task("steps", completed=whole.step, total=whole.config.steps, state="")
         count = len(whole.config.names)
-        writers = log_writers(log, out) if rank == 0 else []
+        writers = begin_log(out) if rank == 0 else []
 
         def show(record: dict[str, float]) -> None:
             state = "  ".join(
@@ -174,6 +175,8 @@ def train(
     console = bar.console
     for found in whole.results:
         recovered = f", loss recovered {found['loss recovered']:.1%}" if "loss recovered" in found else ""
+        if "model loss" in found and not recovered:
+            recovered = "; no loss to recover, for the model does no worse without the module"
         console.print(
             f"{found['name']}: explains {found['explained']:.1%} with L0 {found['l0']:.1f}, {found['dead']:.1%} of "
             f"latents never fired{recovered}",
@@ -222,7 +225,7 @@ def report(
     make_folder("gossamer sae report", "--out", out)
     file = out / "index.html"
     write_text("gossamer sae report", file, render(found, chosen))
-    Console().print(f"{sum(map(len, chosen.values()))} latents in {file}", markup=False, soft_wrap=True)
+    Console().print(f"{counted(sum(map(len, chosen.values())), 'latent')} in {file}", markup=False, soft_wrap=True)
     _say_what_was_verified(found)
 
 
@@ -239,7 +242,7 @@ def check(folder: Path = typer.Argument(help="The folder of an extraction, finis
         # The question is right, and the files are not.
         raise Failed(error) from error
     Console().print(repr(found), markup=False, soft_wrap=True)
-    said = f"{len(found)} shards, their statistics and the manifest are as they were written."
+    said = f"{counted(len(found), 'shard')}, their statistics and the manifest are as they were written."
     Console().print(said, markup=False, soft_wrap=True)
 
 
@@ -251,7 +254,7 @@ def _say_what_was_verified(found: Extraction) -> None:
 def _bar(console: Console) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
+        BarColumn(20),
         MofNCompleteColumn(),
         _Speed(),
         TimeRemainingColumn(),
@@ -326,8 +329,32 @@ def _summary(found: Extraction) -> str:
     return f"{latents}; {int((fired == 0).sum()):,} of {found.d_sae:,} never fired{left_out}"
 
 
+def _swept(ctx: typer.Context, sweep: list[str]) -> dict[str, list[Any]]:
+    """Values by name, of NAME=VALUE,VALUE each."""
+    found, beside = {}, set_fields(ctx.params["set_"])
+    for name, value in set_fields(sweep).items():
+        if isinstance(value, str):
+            # Words, or numbers beside words.
+            value = [set_fields([f"{name}={part}"])[name] for part in value.split(",")]
+        found[name] = [*value] if isinstance(value, tuple | list) else [value]
+        if name in ("d_sae", "l0", "lr", "seed"):
+            if any(isinstance(each, str | list | tuple) for each in found[name]):
+                raise ValueError(f"--sweep takes numbers for {name}, as {name}=1,2, got {name}={value}.")
+            source = ctx.get_parameter_source(name)
+            if source is not None and source.name == "COMMANDLINE":
+                option = f"--{name.replace('_', '-')}"
+                raise ValueError(f"{option} must not be given beside --sweep {name}, which has its values.")
+        if name in beside:
+            raise ValueError(f"--set {name} must not be given beside --sweep {name}, which has its values.")
+    return found
+
+
 def _load(folder: Path, device: str) -> Any:
     """The SAE as a module of `nn`, or, for an architecture that is not there, of SAELens."""
+    if (folder / "log.jsonl").exists() and (inside := sorted(file.parent for file in folder.glob("*/cfg.json"))):
+        raise ValueError(
+            f"{folder} is a run of `sae train`. Name one of its autoencoders: {', '.join(map(str, inside))}."
+        )
     try:
         return nn.load_sae(folder, device=device).eval()
     except OnlyInSAELens as error:

@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
-import ast
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Column
+from rich.text import Text
 from torch import distributed
 
 from gossamer import train as training
 from gossamer._core.files import make_folder
-from gossamer.cli.application import Commands
+from gossamer.cli.application import Commands, set_fields
 from gossamer.cli.energy import energy_counter
 from gossamer.cli.environment import DEVICE_HELP, DTYPE_HELP, describe, ranks, resolve_device, resolve_dtype
+from gossamer.cli.page import counted
 
 train = Commands("Train transformers whose feed-forward blocks become sparse.")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -63,12 +66,16 @@ def run(
     corpus: Path = typer.Argument(help="The folder that `gossamer train pack` wrote."),
     out: Path = typer.Option(..., help="Folder of the run. The same command again goes on where it was stopped."),
     preset: str = typer.Option("tiny", help=f"Sizes: {', '.join(training.PRESETS)}; 0.5b to 2b are the paper's."),
-    activation: str = typer.Option("relu", help="Of the blocks: relu, relu2 (squared ReLU) or silu."),
+    activation: str = typer.Option("relu", help="Activation of the blocks: relu, relu2 (squared ReLU) or silu."),
     gated: bool = typer.Option(True, "--gated/--plain", help="Whether blocks have a gate; plain ones are wider."),
     method: str = typer.Option(
         "fused", help="In training: fused computes every neuron, auto goes on lists of the active ones where that pays."
     ),
-    l1: float = typer.Option(0.0, min=0.0, help="Weight of L1 in the loss: 0 is dense, 2e-5 the paper's."),
+    l1: float = typer.Option(
+        0.0,
+        min=0.0,
+        help="Weight of L1 in the loss: 0 is dense, 2e-5 the paper's; the short preset tiny needs 2e-2.",
+    ),
     l1_warmup: int = typer.Option(0, min=0, help="Steps before L1 begins."),
     l1_ramp: int = typer.Option(0, min=0, help="Steps in which it grows to its weight then."),
     reinitialize: float = typer.Option(
@@ -78,7 +85,7 @@ def run(
     batch: int | None = typer.Option(None, min=1, help="Sequences of a step, over all micro-batches and GPUs."),
     micro_batch: int | None = typer.Option(None, min=1, help="Sequences that a GPU computes at once: lower it first."),
     lr: float | None = typer.Option(None, help="Highest learning rate."),
-    seed: int = typer.Option(0, min=0, help="Of weights and of the order of the text."),
+    seed: int = typer.Option(0, min=0, help="Seed of weights and of the order of the text."),
     dtype: str = typer.Option("auto", help=DTYPE_HELP),
     compile: bool | None = typer.Option(None, help="Compile each layer: slower to begin, faster then."),
     recompute: bool | None = typer.Option(
@@ -105,6 +112,7 @@ def run(
     --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
     """
     ctx.obj = lambda: "the same command goes on at the last checkpoint"
+    begin_log = log_writers(log)
     chosen = resolve_device(device, "gossamer train run")
     with ranks(chosen) as rank:
         tokens = training.Corpus(corpus)
@@ -127,7 +135,7 @@ def run(
             if record["step"] % checkpoint_every == 0:
                 _report([out], out / "report.html")
 
-        writers = [*log_writers(log, out), page] if rank == 0 else []
+        writers = [*begin_log(out), page] if rank == 0 else []
         with steps_bar(console) as bar:
             whole.train(_shower(bar, config, whole.step, writers))
         if rank == 0:
@@ -169,35 +177,25 @@ def _tokenizer(file: Path) -> Any:
         raise ValueError(f"--tokenizer must be a tokenizer.json, got {file}: {error}.") from error
 
 
-def set_fields(given: list[str]) -> dict[str, Any]:
-    """Values by name, of NAME=VALUE each."""
-    found = {}
-    for item in given:
-        name, sign, value = item.partition("=")
-        if not sign:
-            raise ValueError(f"a field is set as NAME=VALUE, got {item}.")
-        if name in found:
-            raise ValueError(f"{name} must be given once, got {item} too. Commas separate the values of a sweep.")
-        try:
-            found[name] = ast.literal_eval(value)
-        except (ValueError, SyntaxError):
-            found[name] = value
-    return found
-
-
 def _introduced(config: training.Config, tokens: training.Corpus, step: int) -> str:
     epochs = config.steps * config.tokens_per_step / tokens.tokens
     begins = f"goes on at step {step}" if step else "begins"
     return (
-        f"{config.parameters:,} parameters; {config.steps:,} steps of {config.tokens_per_step:,} tokens, "
+        f"{config.parameters:,} parameters; {counted(config.steps, 'step')} of {config.tokens_per_step:,} tokens, "
         f"{epochs:.2g} times through the corpus; {begins}"
     )
 
 
 def steps_bar(console: Console) -> Progress:
-    """A bar of steps, with the field `state`."""
-    columns = (TextColumn("{task.description}"), BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(*columns, TextColumn("{task.fields[state]}"), console=console)
+    """A bar of steps, with the field `state`, of which a narrow terminal shows the beginning."""
+    whole: Any = {"table_column": Column(no_wrap=True)}
+    columns = (TextColumn("{task.description}", **whole), BarColumn(20, **whole), MofNCompleteColumn(**whole))
+    return Progress(*columns, TimeRemainingColumn(**whole), _State(), console=console)
+
+
+class _State(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields["state"], no_wrap=True, overflow="ellipsis")
 
 
 def _shower(bar: Progress, config: training.Config, step: int, writers: list[Any]) -> Callable[[Any], None]:
@@ -217,23 +215,25 @@ def _shower(bar: Progress, config: training.Config, step: int, writers: list[Any
     return show
 
 
-def log_writers(log: str | None, out: Path) -> list[Callable[[dict[str, float]], Any]]:
-    """Functions that take each record, for tensorboard or wandb."""
+def log_writers(log: str | None) -> Callable[[Path], list[Callable[[dict[str, float]], Any]]]:
+    """Gives, of the folder of a run, the functions that take each record, for tensorboard or wandb. Raises where there
+    is no such library, before there is a run."""
     if log is None:
-        return []
+        return lambda out: []
     if log == "wandb":
         import wandb
 
-        here = wandb.init(project="gossamer", name=out.name, dir=str(out))
-        return [lambda record: here.log(record, step=int(record["step"]))]
+        def begin(out: Path) -> list[Callable[[dict[str, float]], Any]]:
+            here = wandb.init(project="gossamer", name=out.name, dir=str(out))
+            return [lambda record: here.log(record, step=int(record["step"]))]
+
+        return begin
     if log == "tensorboard":
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(str(out / "tensorboard"))
-
-        def write(record: dict[str, float]) -> None:
+        def write(writer: Any, record: dict[str, float]) -> None:
             for name, value in record.items():
                 writer.add_scalar(name, value, int(record["step"]))
 
-        return [write]
+        return lambda out: [partial(write, SummaryWriter(str(out / "tensorboard")))]
     raise ValueError(f"--log must be tensorboard or wandb, got {log!r}.")

@@ -82,9 +82,10 @@ class Ranks:
         found = self.share(lambda: mine)
 
         def compare() -> None:
-            for rank, other in enumerate(found):
+            for rank, other in enumerate(found[1:], 1):
                 for name in mine | other:
-                    if mine.get(name) != other.get(name):
+                    # As text: NaN is not equal to itself.
+                    if repr(mine.get(name)) != repr(other.get(name)):
                         raise ValueError(
                             f"{self._operator}: every rank must get the same arguments, and rank {rank} has another "
                             f"{name} than rank 0: {other.get(name)!r}, not {mine.get(name)!r}."

@@ -254,10 +254,10 @@ def _open(path: Path, key: str | None) -> Array:
             raise
         raise ValueError(f"extract: {path} is not a whole {path.suffix} file: {error}.") from error
     if key is None and len(names) != 1:
-        raise ValueError(f"extract: {path} holds {', '.join(names) or 'no tensor'}; name one with key.")
+        raise ValueError(f"extract: {path} holds {', '.join(names) or 'no tensor'}; name one with key (--key).")
     name = names[0] if key is None else key
     if name not in names:
-        raise ValueError(f"extract: {path} holds {', '.join(names)}, and no {name}.")
+        raise ValueError(f"extract: {path} holds {', '.join(names)}, and no {name}. Name one with key (--key).")
     # The tensor is mapped: rows are read from the disk when they are asked for.
     tensor = file.get_tensor(name)
     if tensor.dim() < 2:

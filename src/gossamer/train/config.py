@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Collection
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,10 +36,12 @@ class Settings:
         except (json.JSONDecodeError, TypeError) as error:
             raise ValueError(f"train: {file} is no configuration of this version: {error}.") from error
 
-    def differences(self, other: Settings) -> str:
-        """The fields in which another configuration differs, for people to read."""
+    def differences(self, other: Settings, derived: Collection[str] = ()) -> str:
+        """The fields in which another configuration differs, for people to read; of those that follow from others none
+        where another one differs."""
         pairs = ((field.name, getattr(other, field.name), getattr(self, field.name)) for field in fields(self))
-        return ", ".join(f"{name} {old} there and {new} here" for name, old, new in pairs if old != new)
+        found = {name: f"{name} {old} there and {new} here" for name, old, new in pairs if old != new}
+        return ", ".join([said for name, said in found.items() if name not in derived] or found.values())
 
 
 @dataclass(frozen=True)
@@ -162,7 +166,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 def preset(name: str, **changes: Any) -> Config:
     """A preset, with changes. A block without a gate gets 16/11 of the neurons, as in the paper (8,192 for 5,632), in
-    multiples of 64.
+    multiples of 64. A batch that is given without a micro_batch has the largest one that divides it and the preset's.
 
     >>> preset("1.5b", gated=False).intermediate
     8192
@@ -172,6 +176,9 @@ def preset(name: str, **changes: Any) -> Config:
     config = Config(**PRESETS[name])
     if not changes.get("gated", True) and "intermediate" not in changes:
         changes["intermediate"] = -(config.intermediate * 16 // -(11 * 64)) * 64
+    batch = changes.get("batch")
+    if isinstance(batch, int) and batch > 0 and "micro_batch" not in changes:
+        changes["micro_batch"] = math.gcd(batch, config.micro_batch)
     names = [field.name for field in fields(Config)]
     if unknown := changes.keys() - names:
         raise ValueError(f"train.preset: changes must be of the fields {', '.join(names)}, got {', '.join(unknown)}.")

@@ -52,7 +52,8 @@ def read_dataset(name: str) -> Iterator[str]:
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise ValueError(f"{_OPERATOR}: a data set needs datasets: pip install 'gossamer[train]'.") from error
+        way = "run pip install '.[train]' in a clone of the repository"
+        raise ValueError(f"{_OPERATOR}: a data set needs datasets: {way}.") from error
     path, _, configuration = name.partition(":")
     for row in load_dataset(path, configuration or None, split="train", streaming=True):
         if not isinstance(row.get("text"), str):
@@ -101,7 +102,7 @@ def pack(
         progress: called with the number of tokens so far.
 
     Raises:
-        ValueError: a tokenizer without such a token; no text.
+        ValueError: a tokenizer without such a token; no text; a folder with tokens of another tokenizer.
         OSError: the disk is full, say: errno is what the system says.
 
     >>> pack(read_text([Path("books")]), tokenizer, Path("corpus"))  # doctest: +SKIP
@@ -110,6 +111,12 @@ def pack(
     if end is None:
         raise ValueError(f"{_OPERATOR}: tokenizer must have a token {END}, </s> or <eos>, which ends a document.")
     files.make_folder(_OPERATOR, "out", folder)
+    known = folder / _TOKENIZER
+    if (folder / _MANIFEST).exists() and known.exists() and known.read_text(encoding="utf-8") != tokenizer.to_str():
+        raise ValueError(
+            f"{_OPERATOR}: {folder} holds tokens of another tokenizer, which runs may need. Name another folder, or "
+            f"give that tokenizer, {known}."
+        )
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 1 << 16 else np.uint32
     shards: list[dict[str, Any]] = []
     held: dict[str, list[np.ndarray]] = {"train": [], "validation": []}

@@ -133,16 +133,17 @@ class Run(Resumable):
         many entries stand beside theirs in a step whose record every process has that comes here: a run that goes on
         chooses as one that was not stopped."""
         config, step = self.config, self.step // CHOSEN * CHOSEN - 1
-        known = self.records[step - 1] if 0 < step <= len(self.records) else None
+        # A log may lack records, and those of other versions may lack numbers.
+        known: Record = next((record for record in reversed(self.records) if record["step"] == step), {})
         sizes = (config.micro_batch * config.length, config.hidden, config.intermediate, config.hidden)
         room = sizes_for(sizes[0], config.intermediate, None).room
         for number, block in enumerate(self.model.blocks()):
             method = config.method
-            columns = columns_for(None if known is None else known[f"hot/{number:02}"], config.intermediate)
+            columns = columns_for(known.get(f"hot/{number:02}"), config.intermediate)
             if method == "auto":
                 method = "fused"
-                if known is not None and self.device.type == "cuda" and config.activation != "silu":
-                    mean = known[f"light/{number:02}"]
+                mean = known.get(f"light/{number:02}")
+                if mean is not None and self.device.type == "cuda" and config.activation != "silu":
                     index = self.device.index or 0
                     fits = FULL * mean * sizes[0] < room
                     if fits and lists_are_faster(mean, columns, sizes, config.gated, self.model.dtype.itemsize, index):

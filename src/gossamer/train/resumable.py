@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,13 +38,15 @@ class Resumable:
     optimizer: Optimizer
     keep: int
     rank = 0
+    derived: Collection[str] = ()
+    """Fields of the configuration that follow from others."""
 
     def _resume(self, held: checkpoint.Held, ranks: Ranks | None = None) -> None:
         """Goes on where the folder's last checkpoint stands, or begins a run there; `ranks` as in `checkpoint.save`."""
         self.step, self.records = 0, list[Record]()
         file, settings = self.folder / "config.json", type(self.config)
         files.make_folder("train", "out", self.folder)
-        if file.exists() and (different := self.config.differences(settings.load(file))):
+        if file.exists() and (different := self.config.differences(settings.load(file), self.derived)):
             raise ValueError(
                 f"train: {self.folder} holds a run of other settings: {different}. Name another folder, or give the "
                 "same settings."

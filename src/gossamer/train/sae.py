@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack, closing
 from dataclasses import asdict, dataclass, field, replace
+from inspect import signature
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -55,7 +56,7 @@ class SAEConfig(Settings):
         seed: of weights and of the order of rows.
         options: other arguments of the class, without `k` and `target_l0`.
         sweep: by the name of d_sae, l0, lr, seed or an option, the list of values to train an autoencoder with each.
-            Several names give all combinations.
+            Several names give all combinations. They take the place of values that are given beside them.
         steps: optimizer steps; None goes through the source once.
         batch: rows of a step.
         buffer: rows that are shuffled together, a multiple of batch; up to three times as many are in memory.
@@ -112,9 +113,11 @@ class SAEConfig(Settings):
         for seed in (self.seed, *self.sweep.get("seed", ())):
             if type(seed) is not int or not 0 <= seed < 1 << 63:
                 raise ValueError(f"{_OPERATOR}: seed must be an int from 0 to 2^63 - 1, got {seed!r}.")
-        for l0 in (self.l0, *self.sweep.get("l0", ())):
-            if l0 is not None:
-                checks.number(_OPERATOR, "l0", l0, "It is the number of latents of a row.")
+        hints = {"l0": "It is the number of latents of a row.", "lr": "2e-4 fits 16,384 latents."}
+        for name, hint in hints.items():
+            for value in (getattr(self, name), *self.sweep.get(name, ())):
+                if value is not None:
+                    checks.number(_OPERATOR, name, value, hint)
         if len(set(self.names)) < len(self.names):
             raise ValueError(f"{_OPERATOR}: sweep must name each value once, got {self.sweep}.")
 
@@ -142,11 +145,14 @@ class SAEConfig(Settings):
                 torch.manual_seed(seed)
                 model = kind(d_in, d_sae, **given)
         except TypeError as error:
-            said = str(error).rpartition("__init__() ")[2]
-            raise ValueError(f"{_OPERATOR}: options must be arguments of nn.{kind.__name__}: {said}.") from error
-        lr = 2e-4 * (16_384 / d_sae) ** 0.5 if lr is None else lr
-        checks.number(_OPERATOR, "lr", lr, "2e-4 fits 16,384 latents.")
-        return model, lr
+            known = [found for base in kind.__mro__ for found in signature(base).parameters.values()]
+            names = {found.name for found in known if found.kind is found.KEYWORD_ONLY}
+            names -= {"dtype", "device", "target_l0"}
+            raise ValueError(
+                f"{_OPERATOR}: options and sweep must have arguments of nn.{kind.__name__}: "
+                f"{str(error).rpartition('__init__() ')[2]}. Options are {', '.join(sorted(names))}."
+            ) from error
+        return model, 2e-4 * (16_384 / d_sae) ** 0.5 if lr is None else lr
 
 
 class SAERun(Resumable):
@@ -216,6 +222,7 @@ class SAERun(Resumable):
             self._opened = stack.pop_all()
 
     def _prepare(self, config: SAEConfig) -> None:
+        self.derived = ["source", "buffer", *(name for name in ("steps", "held_out") if getattr(config, name) is None)]
         self.config = self._sized(config)
         held = [*self.source.read(0, self.config.held_out)]
         if sum(map(len, held)) < self.config.held_out:
@@ -312,6 +319,9 @@ class SAERun(Resumable):
             for number, model in zip(self._numbers, finished):
                 name = self.config.names[number]
                 results.append({"name": name, **evaluate_sae(model, self.held_out, self.config.batch)})
+                finite = all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values())
+                if not (finite and math.isfinite(results[-1]["explained"])):
+                    self._refuse(f"in the units of the source a number of the autoencoder {name} is not finite")
                 nn.save_sae(model, self.folder / name)
             self._write(results)
             if callable(losses := getattr(self.given, "losses", None)):
@@ -353,9 +363,9 @@ class SAERun(Resumable):
     def _begin(self, x: Tensor) -> None:
         """The scale, and the start of each autoencoder, from the first batch."""
         if self.config.kind != "jumprelu":
-            variance = (x.float() - x.float().mean(0)).square().mean()
-            scale = (-variance.log2() / 2).round().exp2()
-            self.models.scale.copy_(torch.where(scale.isfinite(), scale, 1))
+            variance = (x.double() - x.double().mean(0)).square().mean()
+            scale = (-variance.log2() / 2).round().exp2().float()
+            self.models.scale.copy_(torch.where(scale.isfinite() & (scale > 0), scale, 1))
         for model in self.models:
             model.initialize_((x * self.models.scale).float())
 
@@ -455,8 +465,8 @@ def _recovered(losses: Callable[..., list[float]], model: Any) -> dict[str, floa
         return {}
     own, without, ours = measured
     found = {"model loss": own, "loss without": without, "loss": ours}
-    # A module that the logits do not depend on has no share.
-    return found if own == without else found | {"loss recovered": (without - ours) / (without - own)}
+    # A module without which the model does no worse has no share.
+    return found if without <= own else found | {"loss recovered": (without - ours) / (without - own)}
 
 
 @torch.no_grad()
@@ -486,7 +496,7 @@ def evaluate_sae(model: Any, rows: Tensor, batch: int = 4096) -> dict[str, Any]:
     rates = fired.cpu().double() / len(rows)
     low, high, bins = DENSITIES
     return {
-        "explained": 1 - error / max(float(centred.square().sum()), 1e-30),
+        "explained": 1 - error / max(float(centred.square().sum()), 1e-300),
         "l0": float(rates.sum()),
         "dead": float((rates == 0).double().mean()),
         "density": torch.histc(rates[rates > 0].log10().clamp(low, high), bins, low, high).long().tolist(),
