@@ -1,8 +1,10 @@
-"""Command, commit, versions and hardware, without which a measurement says nothing."""
+"""Command, commit, versions and hardware, without which a measurement says nothing; options of scripts."""
 
 from __future__ import annotations
 
+import argparse
 import os
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,27 @@ from typing import Any
 import torch
 
 import gossamer
-from gossamer.cli.environment import describe, first_line, versions
+from gossamer._core.files import make_folder
+from gossamer.cli.environment import describe, first_line, resolve_device, versions
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parsed(
+    parser: argparse.ArgumentParser, arguments: Sequence[str], quick: str
+) -> tuple[argparse.Namespace, torch.device]:
+    """A script's options beside --device, --quick, which the CPU implies, and --out; `quick` says what is small."""
+    parser.add_argument("--device", default="auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ...")
+    parser.add_argument("--quick", action="store_true", help=quick)
+    parser.add_argument("--out", type=Path, metavar="DIR", default=RESULTS, help="where results go")
+    options = parser.parse_args(arguments)
+    try:
+        device = resolve_device(options.device, parser.prog)
+        make_folder(parser.prog, "--out", options.out)
+    except ValueError as error:
+        parser.error(str(error))
+    options.quick |= device.type == "cpu"
+    return options, device
 
 
 def provenance(command: str, root: Path, device: torch.device) -> dict[str, Any]:

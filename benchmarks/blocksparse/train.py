@@ -25,9 +25,8 @@ from torch.nn import functional as F
 from benchmarks.blocksparse.bench_transformer import Attend, Layer, dense, longformer, materialised
 from benchmarks.engine import report
 from benchmarks.engine.command import command_line, slug
-from benchmarks.provenance import provenance
-from gossamer._core.files import make_folder
-from gossamer.cli.environment import describe, resolve_device
+from benchmarks.provenance import parsed, provenance
+from gossamer.cli.environment import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 WAYS: dict[str, Attend | None] = {"gossamer": None, "same keys, matrix of scores": materialised, "dense SDPA": dense}
@@ -95,18 +94,10 @@ def difference(runs: Sequence[dict[str, Any]]) -> float:
 
 def main(arguments: Sequence[str]) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ...")
     parser.add_argument("--lengths", type=int, nargs="+", default=(8192, 4096, 2048, 1024), help="of the inputs")
     parser.add_argument("--inputs", type=int, default=240, help="of a run, 240 by default")
-    parser.add_argument("--quick", action="store_true", help="one layer of 64, as always on the CPU")
-    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results", metavar="DIR", help="where JSON goes")
-    options = parser.parse_args(arguments)
-    try:
-        device = resolve_device(options.device, parser.prog)
-        make_folder(parser.prog, "--out", options.out)
-    except ValueError as error:
-        parser.error(str(error))
-    quick = options.quick or device.type == "cpu"
+    options, device = parsed(parser, arguments, "one layer of 64, as always on the CPU")
+    quick = options.quick
     sizes = (1, 64, 2, 32) if quick else (4, 512, 8, 64)
     path = options.out / f"blocksparse-train-{slug(describe(device)['name'])}{'-quick' * quick}.json"
     settings = dict(zip(("layers", "width", "heads", "block"), sizes)) | {"inputs": options.inputs}

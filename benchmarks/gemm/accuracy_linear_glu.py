@@ -28,10 +28,9 @@ from torch.nn import functional as F
 
 from benchmarks.engine import report
 from benchmarks.engine.command import command_line, slug
-from benchmarks.provenance import provenance
+from benchmarks.provenance import parsed, provenance
 from gossamer import gemm
-from gossamer._core.files import make_folder
-from gossamer.cli.environment import describe, resolve_device
+from gossamer.cli.environment import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES, TOYS = (1024, 2048, 4096, 8192, 16384), (64, 128, 256)
@@ -76,21 +75,10 @@ def cell(found: dict[str, float | None], form: str) -> str:
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, torch.device]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ...")
-    parser.add_argument("--quick", action="store_true", help="toy sizes and 3 draws, as always on the CPU: does it run")
     parser.add_argument("--rows", type=int, default=256, metavar="M", help="rows of x, 256 by default")
     parser.add_argument("--draws", type=int, metavar="COUNT", help="random initialisations of a size, 20 by default")
     parser.add_argument("--seed", type=int, default=0, help="seed of a size's first draw, 0 by default")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", default=ROOT / "benchmarks/results", help="where the JSON file goes"
-    )
-    options = parser.parse_args(arguments)
-    try:
-        device = resolve_device(options.device, parser.prog)
-        make_folder(parser.prog, "--out", options.out)
-    except ValueError as error:
-        parser.error(str(error))
-    options.quick |= device.type == "cpu"
+    options, device = parsed(parser, arguments, "toy sizes and 3 draws, as always on the CPU: does it run")
     options.draws = (3 if options.quick else 20) if options.draws is None else options.draws
     for name in ("rows", "draws"):
         if (value := getattr(options, name)) < 1:

@@ -37,9 +37,8 @@ from benchmarks.engine import report
 from benchmarks.engine.command import command_line, slug
 from benchmarks.engine.runner import CaseResult, Settings, run_case
 from benchmarks.gemm.bench_linear_glu import linear_glu
-from benchmarks.provenance import provenance
-from gossamer._core.files import make_folder
-from gossamer.cli.environment import describe, resolve_device
+from benchmarks.provenance import parsed, provenance
+from gossamer.cli.environment import describe
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNK, ITEM = 512, torch.bfloat16.itemsize
@@ -149,20 +148,8 @@ def plot(model: Model, peaks: dict[int, Peaks], source: str, device: str, path: 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, torch.device]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="auto", help="auto (the GPU if there is one), cpu, cuda, cuda:1, ...")
-    parser.add_argument("--quick", action="store_true", help="toy shape in the picture, as always on the CPU")
     parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs, 0 by default")
-    parser.add_argument(
-        "--out", type=Path, metavar="DIR", default=ROOT / "benchmarks/results", help="where JSON and pictures go"
-    )
-    options = parser.parse_args(arguments)
-    try:
-        device = resolve_device(options.device, parser.prog)
-        make_folder(parser.prog, "--out", options.out)
-    except ValueError as error:
-        parser.error(str(error))
-    options.quick |= device.type == "cpu"
-    return options, device
+    return parsed(parser, arguments, "toy shape in the picture, as always on the CPU")
 
 
 def main(arguments: Sequence[str]) -> None:
