@@ -3,10 +3,12 @@
 import copy
 import functools
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -242,6 +244,27 @@ def test_copies_and_mlps(device: torch.device) -> None:
         other.load_state_dict(model.state_dict(), strict=True)
         unpatch(other)
         close(logits(other, ids), plain)
+
+
+@pytest.mark.parametrize("options", [{"share": 2}, {"gates": True, "adaptive": "learned"}])
+def test_trained_indexers_and_gates_are_loaded_as_the_docs_say(
+    options: dict[str, Any], device: torch.device, tmp_path: Path
+) -> None:
+    """From several files too; without the last lines the indexers are others."""
+    model, ids = make("Llama", device), tokens(device)
+    patch_attention(model, **SPARSE, **options)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for parameter in layer.self_attn.added():
+                nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    again = type(model).from_pretrained(tmp_path).to(device).eval()
+    patch_attention(again, **SPARSE, **options)
+    assert not torch.allclose(logits(again, ids), logits(model, ids), atol=1e-2)
+    files = list(tmp_path.glob("*.safetensors"))
+    for file in files:
+        again.load_state_dict(load_file(file), strict=False)
+    assert len(files) > 1 and torch.equal(logits(again, ids), logits(model, ids))
 
 
 def test_what_is_left(device: torch.device) -> None:

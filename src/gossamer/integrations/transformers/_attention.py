@@ -81,6 +81,10 @@ def patch_attention(
     `train_indexers(model, "sparse")` it goes on with the selected keys; `train_indexers(model, None)` ends that.
     Everything else works as it did: generation with a growing or a static cache, padding, gradient checkpointing.
 
+    `save_pretrained` writes the indexers and gates as well, but `from_pretrained` leaves them out, and another
+    `patch_attention` makes new ones. After both, `model.load_state_dict(load_file(file), strict=False)` of safetensors
+    loads them.
+
     Args:
         model: a model of transformers, or a module that contains one. Llama, Mistral, Mixtral, Qwen2 and 3, dense or of
             experts, and Gemma are known. Attention with a sliding window, dropout, hooks, adapters or quantised weights
