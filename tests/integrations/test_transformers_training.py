@@ -89,7 +89,14 @@ def test_misuse_says_what_to_do(device: torch.device) -> None:
 
 
 def trained(folder: Path, callback: Any, **given: Any) -> tuple[Any, Any]:
-    """(trainer, model) after some steps, written as users write it."""
+    """(trainer, model) after some steps."""
+    trainer = trainer_of(folder, callback, **given)
+    trainer.train()
+    return trainer, trainer.model
+
+
+def trainer_of(folder: Path, callback: Any, **given: Any) -> Any:
+    """Written as users write it."""
     model = make("Llama", torch.device("cpu")).train()
     with torch.no_grad():
         # A neuron that is dead.
@@ -106,11 +113,9 @@ def trained(folder: Path, callback: Any, **given: Any) -> tuple[Any, Any]:
         "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 8, "learning_rate": 1e-2,
         "logging_steps": 4, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
     } | given  # fmt: skip
-    trainer = transformers.Trainer(
+    return transformers.Trainer(
         model, transformers.TrainingArguments(**options), train_dataset=data, callbacks=[callback]
     )
-    trainer.train()
-    return trainer, model
 
 
 @pytest.mark.native
@@ -123,6 +128,37 @@ def test_trainer_makes_a_model_sparse(tmp_path: Path) -> None:
     assert records[0][-1]["l0"] < 0.5 * records[1][-1]["l0"] and {"dead", "l0/00", "dead/01"} <= records[0][0].keys()
     assert [step for _, step in seen] == list(range(4, 41, 4)) + [40] and seen[0][0]["l0/01"] > 0
     assert not model._forward_hooks
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("another", [False, True])
+def test_training_goes_on_after_an_exception(another: bool, tmp_path: Path) -> None:
+    """With the same callback, or with another; `unpatch` removes the hook as well."""
+
+    class Stops(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    callback = sparsity_callback(0.5)
+    trainer = trainer_of(tmp_path, callback, max_steps=2)
+    model = trainer.model
+    for _ in range(2):
+        trainer.add_callback(Stops)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert len(model._forward_hooks) == 1
+        trainer.remove_callback(Stops)
+        if another:
+            trainer.remove_callback(callback)
+            trainer.add_callback(callback := sparsity_callback(0.5))
+        trainer.train()
+        assert not model._forward_hooks and "l0" in trainer.state.log_history[-1]
+    trainer.add_callback(Stops)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    unpatch(model)
+    ids = tokens(torch.device("cpu"))
+    assert not model._forward_hooks and model(ids, labels=ids).loss.isfinite()
 
 
 @pytest.mark.native

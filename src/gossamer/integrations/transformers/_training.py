@@ -50,6 +50,20 @@ def activity(model: nn.Module) -> Activity:
     return Activity(*map(torch.stack, zip(*found)))
 
 
+class _Hooked:
+    """A callback whose method is a hook of the model that it trains, and the handle of that hook."""
+
+    handle: Any
+
+
+def remove_l1(model: nn.Module) -> None:
+    """Removes the hooks of `sparsity_callback` from a model."""
+    for hook in tuple(model._forward_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _Hooked):
+            owner.handle.remove()
+
+
 def sparsity_callback(
     l1: L1Schedule | float, *, reinitialize: float = 0.0, log: Callable[[dict[str, float], int], Any] | None = None
 ) -> Any:
@@ -57,7 +71,8 @@ def sparsity_callback(
 
     In training the model's loss gets `l1 * mean of activity(model).l1`, with the weight that the cross-entropy of a
     micro-batch has in its step. After each optimizer step dead neurons get new weights. The records that `Trainer`
-    logs, its `state.log_history` among them, get those of `sparsity.scalars`.
+    logs, its `state.log_history` among them, get those of `sparsity.scalars`. Where an exception ends training, L1
+    stays in the loss until the model is trained with a callback of this function again, or until `unpatch(model)`.
 
     Args:
         l1: the weight of L1, or its schedule by optimizer step.
@@ -74,20 +89,20 @@ def sparsity_callback(
     """
     from transformers import TrainerCallback
 
-    class SparsityCallback(TrainerCallback):
+    class SparsityCallback(_Hooked, TrainerCallback):
         def __init__(self) -> None:
             self.schedule = l1 if isinstance(l1, L1Schedule) else L1Schedule(l1)
-            self.tracker, self.weight = DeadNeuronTracker(), 0.0
-            self.l0: Any = None
-            self.hook: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            # Training that an exception ended has not come to on_train_end.
+            remove_l1(model)
+            self.tracker, self.weight, self.l0 = DeadNeuronTracker(), 0.0, None
             if not _blocks(model):
                 raise ValueError(f"{_CALLBACK}: no block keeps its activity: patch(model, sparse=True, train=True).")
             if args.label_smoothing_factor or args.n_gpu > 1:
                 what = "label_smoothing_factor" if args.label_smoothing_factor else "n_gpu above 1 (use torchrun)"
                 raise ValueError(f"{_CALLBACK}: the loss must be computed by the model in one process, got {what}.")
-            self.hook = model.register_forward_hook(self.add_l1, with_kwargs=True)
+            self.handle = model.register_forward_hook(self.add_l1, with_kwargs=True)
 
         def add_l1(self, model: Any, args: Any, given: dict[str, Any], out: Any) -> Any:
             if not (model.training and torch.is_grad_enabled()):
@@ -120,8 +135,8 @@ def sparsity_callback(
             if log is not None:
                 log(found, state.global_step)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.hook.remove()
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            remove_l1(model)
 
     return SparsityCallback()
 
