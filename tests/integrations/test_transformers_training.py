@@ -12,7 +12,13 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from gossamer.integrations.transformers import activity, patch, sparsity_callback, unpatch  # noqa: E402
+from gossamer.integrations.transformers import (  # noqa: E402
+    activity,
+    patch,
+    patch_attention,
+    sparsity_callback,
+    unpatch,
+)
 from gossamer.sparsity import L1Schedule  # noqa: E402
 from tests.integrations.models import tokens  # noqa: E402
 from tests.integrations.test_transformers_sparse import blocks, make  # noqa: E402
@@ -86,6 +92,27 @@ def test_misuse_says_what_to_do(device: torch.device) -> None:
     model(ids)
     with pytest.raises(ValueError, match=r'checkpoints must have .*"use_reentrant": False'):
         activity(model)
+
+
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"l1": "2e-5"}, TypeError, "l1 must be a number, got str"),
+        ({"l1": -1.0}, ValueError, "l1 must be at least 0 and finite, got -1"),
+        ({"reinitialize": True}, TypeError, "reinitialize must be a number, got bool"),
+        ({"reinitialize": 1.5}, ValueError, r"reinitialize must be in \[0, 1\], got 1.5"),
+        ({"log": 3}, TypeError, "log must be a function of scalars and a step, got int"),
+    ],
+)
+def test_a_callback_checks_its_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"integrations.transformers.sparsity_callback: {message}"):
+        sparsity_callback(**{"l1": 1e-5, **given})
+
+
+@pytest.mark.parametrize("call, name", [(patch, "recompute"), (patch, "train"), (patch_attention, "gates")])
+def test_flags_are_bools(call: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"transformers.{call.__name__}: {name} must be True or False, got 'yes'"):
+        call(make("Llama", torch.device("cpu")), **{name: "yes"})
 
 
 def trained(folder: Path, callback: Any, **given: Any) -> tuple[Any, Any]:

@@ -20,7 +20,7 @@ from gossamer import attention
 from gossamer._core import checks
 from gossamer._core.ranges import span
 from gossamer.attention.adaptive_k import score_statistics
-from gossamer.integrations.transformers._mlp import Report, check_model, nothing_changed
+from gossamer.integrations.transformers._mlp import Report, check_flags, check_model, nothing_changed
 from gossamer.integrations.transformers._sharing import SharedSelections, groups_of, share_selections
 from gossamer.nn import GatedSparseAttention
 from gossamer.nn.adaptive_rule import AdaptiveRule
@@ -104,7 +104,7 @@ def patch_attention(
         left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is no module; gates is no bool.
         ValueError: sizes do not fit, or layers cannot share as `share` says.
 
     Source: Gated Sparse Attention (arXiv 2601.15305); the warm-up is DeepSeek-V3.2's (arXiv 2512.02556).
@@ -114,6 +114,7 @@ def patch_attention(
     21041280 new parameters
     """
     patched = _found(_PATCH, model)
+    check_flags(_PATCH, gates=gates)
     if patched:
         nothing_changed(_PATCH, model, "patched already")
         return _report(patched, {})

@@ -93,7 +93,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         change an option.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is no module; recompute or train is no bool.
         ValueError: an unknown path; `train` without `sparse`.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Cetin et al., "Sparser, Faster, Lighter Transformer
@@ -103,6 +103,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     LlamaMLP: 32 with gate and up in one product
     """
     check_model(_PATCH, model)
+    check_flags(_PATCH, recompute=recompute, train=train)
     method = "auto" if sparse is True else sparse if sparse else None
     if method is not None and method not in METHODS:
         raise ValueError(f"{_PATCH}: sparse must be True, False or one of {', '.join(METHODS)}, got {sparse!r}.")
@@ -304,6 +305,12 @@ def _put_on(module: _Patched) -> str | None:
 def check_model(operator: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{operator}: model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def check_flags(operator: str, **given: bool) -> None:
+    for argument, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{operator}: {argument} must be True or False, got {value!r}.")
 
 
 def nothing_changed(operator: str, model: nn.Module, why: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossamer._core import checks
 from gossamer.ffn import Activity
 from gossamer.integrations.transformers._mlp import check_model, gate_weight
 from gossamer.sparsity import DeadNeuronTracker, L1Schedule, reinitialize_, scalars
@@ -80,13 +81,22 @@ def sparsity_callback(
         log: called with the scalars and the step whenever `Trainer` logs, as `wandb.log` is.
 
     Raises:
-        ValueError: when training begins: the model has no blocks that keep their activity; label smoothing, which
-            computes the loss outside of the model; several GPUs in one process.
+        TypeError: l1 or reinitialize is no number; log is no function.
+        ValueError: l1 is below 0, or reinitialize outside [0, 1]; when training begins: the model has no blocks that
+            keep their activity; label smoothing, which computes the loss outside of the model; several GPUs in one
+            process.
 
     Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", equations 2 and 6.
 
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[sparsity_callback(2e-5)])  # doctest: +SKIP
     """
+    if not isinstance(l1, L1Schedule):
+        checks.number(_CALLBACK, "l1", l1, "Or give a sparsity.L1Schedule.", zero=True)
+    checks.number(_CALLBACK, "reinitialize", reinitialize, "The paper's rate is 0.1; 0 switches it off.", zero=True)
+    if reinitialize > 1:
+        raise ValueError(f"{_CALLBACK}: reinitialize must be in [0, 1], got {reinitialize}. The paper's rate is 0.1.")
+    if log is not None and not callable(log):
+        raise TypeError(f"{_CALLBACK}: log must be a function of scalars and a step, got {type(log).__name__}.")
     from transformers import TrainerCallback
 
     class SparsityCallback(_Hooked, TrainerCallback):
