@@ -274,16 +274,25 @@ def test_what_is_left(device: torch.device) -> None:
     ):
         config = transformers.MistralConfig(**{**SMALL, **KINDS["Mistral"], **options})
         model = transformers.MistralForCausalLM(config)
-        report = patch_attention(model)
-        assert not report.replaced and len(report.left) == 2 and why in str(report)
-    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL))
-    assert "Olmo2Attention is no class that is known here" in str(patch_attention(model))
+        said = rf"patch_attention: model.layers.0.* \(and 1 more\): left as it is, .*{why}"
+        with pytest.warns(UserWarning, match=said):
+            report = patch_attention(model)
+        assert not report.replaced and len(report.left) == 2 and len(str(report).splitlines()) == 1
+    known = r"known are those of Llama, Mistral, .* and Gemma \(1\)\.$"
+    olmo = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL))
+    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32))
+    for model, what in (
+        (olmo, r"and 1 more\): left as it is, Olmo2Attention is no class that can be replaced"),
+        (opt, "no self-attention found that can be replaced"),
+        (nn.Linear(2, 2), "no self-attention found that can be replaced"),
+    ):
+        with pytest.warns(UserWarning, match=f"patch_attention: .*{what}; {known}"):
+            patch_attention(model)
     model = make("Llama", device)
     model.model.layers[0].self_attn.k_proj.weight.data = model.model.layers[0].self_attn.k_proj.weight.data.half()
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
     report = patch_attention(model)
     assert list(report.left) == ["model.layers.1.self_attn"]
-    assert str(patch_attention(nn.Linear(2, 2))) == "no self-attention found"
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
         patch_attention("model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stage must be"):

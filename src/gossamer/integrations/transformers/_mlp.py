@@ -60,7 +60,15 @@ class Report:
         how = {False: "with gate and up in one product", True: "sparse"}
         lines = [f"{kind}: {count} {how[sparse]}" for (kind, sparse), count in counts.items()]
         lines += [f"{count} not sparse, {why}" for why, count in Counter(self.dense.values()).items()]
-        return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or _NONE
+        return "\n".join([*lines, *self.lines_of_left()]) or _NONE
+
+    def lines_of_left(self) -> list[str]:
+        """One for each reason."""
+        first = {why: name for name, why in reversed(self.left.items())}
+        return [
+            f"{first[why]}{f' (and {count - 1} more)' * (count > 1)}: left as it is, {why}"
+            for why, count in Counter(self.left.values()).items()
+        ]
 
 
 _NONE = (
