@@ -131,6 +131,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
                 left[name] = f"the forward of {kind.__name__} is another formula"
             continue
         if layout.plain and (method is None or activation_of(module, layout) is None):
+            if why_not_sparse(module, layout) is None:
+                left[name] = f"{kind.__name__} would compute sparsely with sparse=True"
             continue
         is_sparse = method is not None and why_not_sparse(module, layout) is None
         why = why_not_sparse(module, layout) if layout.plain else why_not_fused(module, layout)
