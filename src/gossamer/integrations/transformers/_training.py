@@ -106,7 +106,8 @@ def sparsity_callback(
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
             # Training that an exception ended has not come to on_train_end.
             remove_l1(model)
-            self.tracker, self.weight, self.l0 = DeadNeuronTracker(), 0.0, None
+            self.tracker, self.weight = DeadNeuronTracker(), 0.0
+            self.l0: Any = None
             if not _blocks(model):
                 raise ValueError(f"{_CALLBACK}: no block keeps its activity: patch(model, sparse=True, train=True).")
             if args.label_smoothing_factor or args.n_gpu > 1:
