@@ -53,7 +53,9 @@ PAGES = [page for page in PAGES if page not in ("docs/worked-example.md", "docs/
 HOLDS: dict[str, Callable[[dict[str, Any]], bool]] = {
     "docs/sparsity.md": lambda names: names["found"].tokens == names["batches"][0].numel(),
     "docs/sparse-attention.md": lambda names: names["y"].shape == (2, 100, 64) and bool(names["loss"].isfinite()),
-    "docs/integrations.md": lambda names: names["text"].shape == (1, 68) and names["logits"].shape == (1, 64, 97),
+    "docs/integrations.md": lambda names: (
+        names["text"].shape == (1, 68) and names["logits"].shape == (1, 64, 97) and names["same"]
+    ),
 }
 """Of the results of a page's blocks."""
 

@@ -62,6 +62,20 @@ def test_an_autoencoder_in_training(kind: Any, options: dict[str, Any], device: 
     assert not model.firing_counts.any()
 
 
+def test_results_without_gradients_and_inputs_with_a_graph(device: torch.device) -> None:
+    model, x = nn.TopKSAE(16, 64, k=4, device=device), torch.randn(9, 16, device=device)
+    model.generate = torch.no_grad()(model.forward)
+    for target in (model.generate, torch.no_grad()(lambda x: model(x)), lambda x: model(x.requires_grad_()).detach()):
+        gossamer.warm_up(target, x.clone())
+    rows = model.encode(x)
+    gossamer.warm_up(model.decode, rows)
+    # The graph of the input is still whole.
+    model.decode(rows).sum().backward()
+    assert model.W_enc.grad is not None and model.W_enc.grad.any()
+    with pytest.raises(TypeError, match=r"warm_up: target must be a module, a method of one or a function, got int\."):
+        gossamer.warm_up(3, x)  # type: ignore[arg-type]
+
+
 def test_autocast_and_functions(device: torch.device) -> None:
     seen, threads = [], []
 
@@ -93,5 +107,7 @@ def test_a_patched_model(device: torch.device) -> None:
     patch(model.eval(), sparse=True)
     before = state(model)
     gossamer.warm_up(model, torch.randint(5, 97, (2, 8), device=device))
+    # A method whose result needs no gradient.
+    gossamer.warm_up(model.generate, torch.randint(5, 97, (2, 8), device=device), max_new_tokens=2)
     assert unchanged(model, before)
     assert all(layer.sparse_block.last_path is None for layer in model.model.decoder.layers)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from gossamer._core.modes import evaluating
 from gossamer.ffn import SparseBlock
@@ -38,11 +38,19 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
         inputs, options: as for a call, of the shapes, dtypes, strides and device of later calls.
 
     Raises:
+        TypeError: target cannot be called.
         Exception: the errors of the call.
 
     >>> model = gossamer.nn.TopKSAE(8, 32, k=4)
     >>> gossamer.warm_up(model.loss, torch.randn(5, 8))
     """
+    if not callable(target):
+        raise TypeError(
+            f"gossamer.warm_up: target must be a module, a method of one or a function, got {type(target).__name__}."
+        )
+    if any(isinstance(part, Tensor) and part.grad_fn is not None for part in tree_leaves((inputs, options))):
+        # The backward passes below must not go on through the caller's graph.
+        inputs, options = tree_map_only(Tensor, _leaf, (inputs, options))
     module = getattr(target, "__self__", target)
     calls: list[Callable[..., Any]] = [target]
     if isinstance(module, nn.Module):
@@ -69,6 +77,11 @@ def warm_up(target: Callable[..., Any], *inputs: Any, **options: Any) -> None:
     # cuDNN's plans of attention, for instance, belong to a thread.
     for each in calls:
         call(each)
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """The tensor apart from the graph that made it."""
+    return tensor if tensor.grad_fn is None else tensor.detach().requires_grad_()
 
 
 def _pin(block: SparseBlock, choice: tuple[str, bool]) -> None:
@@ -100,4 +113,6 @@ def _call(target: Callable[..., Any], inputs: tuple[Any, ...], options: dict[str
     if needed:
         out = tree_leaves(target(*inputs, **options))
         sums = [part.float().sum() for part in out if isinstance(part, Tensor) and part.requires_grad]
-        torch.autograd.grad(torch.stack(sums).sum(), needed, allow_unused=True)
+        # `generate`, for one, has no gradient in any mode.
+        if sums:
+            torch.autograd.grad(sums, needed, allow_unused=True)

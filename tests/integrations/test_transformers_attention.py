@@ -3,10 +3,12 @@
 import copy
 import functools
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers")
@@ -244,6 +246,27 @@ def test_copies_and_mlps(device: torch.device) -> None:
         close(logits(other, ids), plain)
 
 
+@pytest.mark.parametrize("options", [{"share": 2}, {"gates": True, "adaptive": "learned"}])
+def test_trained_indexers_and_gates_are_loaded_as_the_docs_say(
+    options: dict[str, Any], device: torch.device, tmp_path: Path
+) -> None:
+    """From several files too; without the last lines the indexers are others."""
+    model, ids = make("Llama", device), tokens(device)
+    patch_attention(model, **SPARSE, **options)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for parameter in layer.self_attn.added():
+                nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path, max_shard_size="20KB")
+    again = type(model).from_pretrained(tmp_path).to(device).eval()
+    patch_attention(again, **SPARSE, **options)
+    assert not torch.allclose(logits(again, ids), logits(model, ids), atol=1e-2)
+    files = list(tmp_path.glob("*.safetensors"))
+    for file in files:
+        again.load_state_dict(load_file(file), strict=False)
+    assert len(files) > 1 and torch.equal(logits(again, ids), logits(model, ids))
+
+
 def test_what_is_left(device: torch.device) -> None:
     for options, why in (
         ({"attention_dropout": 0.5}, "drops out 0.5"),
@@ -251,16 +274,25 @@ def test_what_is_left(device: torch.device) -> None:
     ):
         config = transformers.MistralConfig(**{**SMALL, **KINDS["Mistral"], **options})
         model = transformers.MistralForCausalLM(config)
-        report = patch_attention(model)
-        assert not report.replaced and len(report.left) == 2 and why in str(report)
-    model = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL))
-    assert "Olmo2Attention is no class that is known here" in str(patch_attention(model))
+        said = rf"patch_attention: model.layers.0.* \(and 1 more\): left as it is, .*{why}"
+        with pytest.warns(UserWarning, match=said):
+            report = patch_attention(model)
+        assert not report.replaced and len(report.left) == 2 and len(str(report).splitlines()) == 1
+    known = r"known are those of Llama, Mistral, .* and Gemma \(1\)\.$"
+    olmo = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SMALL))
+    opt = transformers.OPTForCausalLM(transformers.OPTConfig(**SMALL, ffn_dim=48, word_embed_proj_dim=32))
+    for model, what in (
+        (olmo, r"and 1 more\): left as it is, Olmo2Attention is no class that can be replaced"),
+        (opt, "no self-attention found that can be replaced"),
+        (nn.Linear(2, 2), "no self-attention found that can be replaced"),
+    ):
+        with pytest.warns(UserWarning, match=f"patch_attention: .*{what}; {known}"):
+            patch_attention(model)
     model = make("Llama", device)
     model.model.layers[0].self_attn.k_proj.weight.data = model.model.layers[0].self_attn.k_proj.weight.data.half()
     model.model.layers[1].self_attn.register_forward_hook(lambda *_: None)
     report = patch_attention(model)
     assert list(report.left) == ["model.layers.1.self_attn"]
-    assert str(patch_attention(nn.Linear(2, 2))) == "no self-attention found"
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got str"):
         patch_attention("model")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="stage must be"):

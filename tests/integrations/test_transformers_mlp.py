@@ -314,6 +314,9 @@ def test_what_is_not_known(device: torch.device) -> None:
             self.gate_proj, self.up_proj, self.down_proj = (nn.Linear(4, 4) for _ in range(3))
 
     assert patch(nn.Sequential(Other())).left == {"0": "the forward of Other is another formula"}
+    # Equal reasons are one line.
+    report = patch(nn.Sequential(*(Other() for _ in range(48))))
+    assert str(report) == "0 (and 47 more): left as it is, the forward of Other is another formula"
     with pytest.warns(UserWarning, match="patch: no feed-forward block found that can be replaced; known are"):
         assert not patch(nn.Linear(2, 2)).replaced
     for function in (patch, unpatch):

@@ -216,7 +216,15 @@ def test_what_is_left(device: torch.device) -> None:
     assert patch(model, sparse=True).left == {f"model.decoder.layers.{i}": why for i in range(2)}
     # Without `sparse`, and for a gate that lets everything through, nothing is new.
     with pytest.warns(UserWarning, match="patch: no feed-forward block found that can be replaced; known are"):
-        assert not patch(make("OPT", device)).replaced
+        assert not patch(make("OPT", device, activation_function="gelu")).replaced
+    for kind, first, count, name in (
+        ("OPT", "model.decoder.layers.0", 1, "OPTDecoderLayer"),
+        ("T5", "encoder.block.0.layer.1.DenseReluDense", 3, "T5DenseActDense"),
+        ("Nemotron", "model.layers.0.mlp", 1, "NemotronMLP"),
+    ):
+        said = rf"{first} \(and {count} more\): left as it is, {name} would compute sparsely with sparse=True\.$"
+        with pytest.warns(UserWarning, match=said):
+            assert not patch(make(kind, device)).replaced
     report = patch(make("Llama", device, hidden_act="silu"), sparse=True)
     lines = (
         "LlamaMLP: 2 with gate and up in one product",

@@ -12,7 +12,13 @@ from torch.nn import functional as F
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from gossamer.integrations.transformers import activity, patch, sparsity_callback, unpatch  # noqa: E402
+from gossamer.integrations.transformers import (  # noqa: E402
+    activity,
+    patch,
+    patch_attention,
+    sparsity_callback,
+    unpatch,
+)
 from gossamer.sparsity import L1Schedule  # noqa: E402
 from tests.integrations.models import tokens  # noqa: E402
 from tests.integrations.test_transformers_sparse import blocks, make  # noqa: E402
@@ -88,8 +94,36 @@ def test_misuse_says_what_to_do(device: torch.device) -> None:
         activity(model)
 
 
+@pytest.mark.parametrize(
+    "given, error, message",
+    [
+        ({"l1": "2e-5"}, TypeError, "l1 must be a number, got str"),
+        ({"l1": -1.0}, ValueError, "l1 must be at least 0 and finite, got -1"),
+        ({"reinitialize": True}, TypeError, "reinitialize must be a number, got bool"),
+        ({"reinitialize": 1.5}, ValueError, r"reinitialize must be in \[0, 1\], got 1.5"),
+        ({"log": 3}, TypeError, "log must be a function of scalars and a step, got int"),
+    ],
+)
+def test_a_callback_checks_its_arguments(given: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"integrations.transformers.sparsity_callback: {message}"):
+        sparsity_callback(**{"l1": 1e-5, **given})
+
+
+@pytest.mark.parametrize("call, name", [(patch, "recompute"), (patch, "train"), (patch_attention, "gates")])
+def test_flags_are_bools(call: Any, name: str) -> None:
+    with pytest.raises(TypeError, match=rf"transformers.{call.__name__}: {name} must be True or False, got 'yes'"):
+        call(make("Llama", torch.device("cpu")), **{name: "yes"})
+
+
 def trained(folder: Path, callback: Any, **given: Any) -> tuple[Any, Any]:
-    """(trainer, model) after some steps, written as users write it."""
+    """(trainer, model) after some steps."""
+    trainer = trainer_of(folder, callback, **given)
+    trainer.train()
+    return trainer, trainer.model
+
+
+def trainer_of(folder: Path, callback: Any, **given: Any) -> Any:
+    """Written as users write it."""
     model = make("Llama", torch.device("cpu")).train()
     with torch.no_grad():
         # A neuron that is dead.
@@ -106,11 +140,9 @@ def trained(folder: Path, callback: Any, **given: Any) -> tuple[Any, Any]:
         "output_dir": str(folder), "per_device_train_batch_size": 4, "max_steps": 8, "learning_rate": 1e-2,
         "logging_steps": 4, "report_to": [], "save_strategy": "no", "use_cpu": True, "disable_tqdm": True,
     } | given  # fmt: skip
-    trainer = transformers.Trainer(
+    return transformers.Trainer(
         model, transformers.TrainingArguments(**options), train_dataset=data, callbacks=[callback]
     )
-    trainer.train()
-    return trainer, model
 
 
 @pytest.mark.native
@@ -123,6 +155,37 @@ def test_trainer_makes_a_model_sparse(tmp_path: Path) -> None:
     assert records[0][-1]["l0"] < 0.5 * records[1][-1]["l0"] and {"dead", "l0/00", "dead/01"} <= records[0][0].keys()
     assert [step for _, step in seen] == list(range(4, 41, 4)) + [40] and seen[0][0]["l0/01"] > 0
     assert not model._forward_hooks
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("another", [False, True])
+def test_training_goes_on_after_an_exception(another: bool, tmp_path: Path) -> None:
+    """With the same callback, or with another; `unpatch` removes the hook as well."""
+
+    class Stops(transformers.TrainerCallback):
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            raise KeyboardInterrupt
+
+    callback = sparsity_callback(0.5)
+    trainer = trainer_of(tmp_path, callback, max_steps=2)
+    model = trainer.model
+    for _ in range(2):
+        trainer.add_callback(Stops)
+        with pytest.raises(KeyboardInterrupt):
+            trainer.train()
+        assert len(model._forward_hooks) == 1
+        trainer.remove_callback(Stops)
+        if another:
+            trainer.remove_callback(callback)
+            trainer.add_callback(callback := sparsity_callback(0.5))
+        trainer.train()
+        assert not model._forward_hooks and "l0" in trainer.state.log_history[-1]
+    trainer.add_callback(Stops)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    unpatch(model)
+    ids = tokens(torch.device("cpu"))
+    assert not model._forward_hooks and model(ids, labels=ids).loss.isfinite()
 
 
 @pytest.mark.native

@@ -13,13 +13,16 @@ from gossamer.blocksparse import Layout, select_blocks
 from gossamer.nn import BlockSparseAttention
 from gossamer.testing import assert_close
 
+THETA = 100.0
+"""The base of the rotary embeddings that `Reference` computes."""
+
 
 class Reference(nn.Module):
     """The same parameters, by plain PyTorch; what a query does not meet is masked in a matrix of scores."""
 
     def __init__(self, module: BlockSparseAttention, dtype: torch.dtype) -> None:
         super().__init__()
-        self.theta = None if module.rotary_emb is None else module.rotary_emb.theta
+        self.theta = None if module.rotary_emb is None else THETA
         self.head_dim, self.causal, self.clips = module.head_dim, module.causal, []
         for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
             given = getattr(module, name)
@@ -131,7 +134,7 @@ def test_context_and_layout_of_the_call(device: torch.device) -> None:
 
 def test_rotary_embeddings(device: torch.device) -> None:
     layout = random_layout(device, (2, 1), 40, 40)
-    module = made(device, layout=layout, num_kv_heads=2, rope_theta=100.0)
+    module = made(device, layout=layout, num_kv_heads=2, rope_theta=THETA)
     compare(module, torch.randn(2, 40, 48, device=device), None, layout)
 
 

@@ -366,6 +366,10 @@ def test_errors(device: torch.device, tmp_path: Path) -> None:
         nn.save_sae(make("jumprelu", device), tmp_path, layout="sparsify")
     with pytest.raises(FileNotFoundError, match=r"nn\.load_sae: .* must hold cfg\.json and sae_weights\.safet"):
         nn.load_sae(tmp_path)
+    for name in ("l0=2", "l0=4"):
+        nn.save_sae(make("topk", device), tmp_path / "run" / name)
+    with pytest.raises(FileNotFoundError, match=r"Name one of its autoencoders: .*/run/l0=2, .*/run/l0=4\.$"):
+        nn.load_sae(tmp_path / "run")
     nn.save_sae(make("topk", device), tmp_path)
     with pytest.raises(TypeError, match="dtype must be"):
         nn.load_sae(tmp_path, dtype=torch.int8)

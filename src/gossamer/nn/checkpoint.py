@@ -187,7 +187,10 @@ def load_sae(folder: str | Path, *, device: torch.device | str | None = None, dt
         return _circuit_tracer.load(operator, lambda file: _read(operator, file), folder, dtype=dtype, device=device)
     there = [name for name in (_SAE_LENS, _SPARSIFY) if (folder / name).is_file()]
     if not there or not (folder / _CONFIG).is_file():
-        raise FileNotFoundError(f"{operator}: {folder} must hold {_CONFIG} and {_SAE_LENS} or {_SPARSIFY}.")
+        # A folder of `gossamer sae train`, for one, has one folder for each.
+        below = ", ".join(str(file.parent) for file in sorted(folder.glob(f"*/{_CONFIG}")))
+        way = f" Name one of its autoencoders: {below}." if below else ""
+        raise FileNotFoundError(f"{operator}: {folder} must hold {_CONFIG} and {_SAE_LENS} or {_SPARSIFY}.{way}")
     try:
         config = json.loads((folder / _CONFIG).read_text())
         if not isinstance(config, dict):

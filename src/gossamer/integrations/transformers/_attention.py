@@ -8,6 +8,7 @@ keys travel in the model's own cache, as further heads of keys, so that code for
 from __future__ import annotations
 
 import copy
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from gossamer import attention
 from gossamer._core import checks
 from gossamer._core.ranges import span
 from gossamer.attention.adaptive_k import score_statistics
-from gossamer.integrations.transformers._mlp import Report, check_model, nothing_changed
+from gossamer.integrations.transformers._mlp import Report, check_flags, check_model, nothing_changed
 from gossamer.integrations.transformers._sharing import SharedSelections, groups_of, share_selections
 from gossamer.nn import GatedSparseAttention
 from gossamer.nn.adaptive_rule import AdaptiveRule
@@ -30,6 +31,7 @@ from gossamer.nn.plain import hooked
 _PATCH = "integrations.transformers.patch_attention"
 _LOSS, _CALIBRATE = "integrations.transformers.indexer_loss", "integrations.transformers.calibrate"
 _FAMILIES = ["Llama", "Mistral", "Mixtral", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe", "Gemma"]
+_KNOWN = f"known are those of {', '.join(_FAMILIES[:-1])} and Gemma (1)"
 _CLASSES = {f"{family}Attention" for family in _FAMILIES}
 _WINDOW_IN_CONFIG = {"MistralAttention", "MixtralAttention"}
 _BOUNDS = ("min", "base", "max")
@@ -54,11 +56,9 @@ class AttentionReport(Report):
         counts = Counter(self.replaced.values())
         lines = [f"{kind}: {count} with selected keys" for kind, count in counts.items()]
         if self.selections != len(self.replaced):
-            lines.append(f"{self.selections} selections, shared")
+            lines.append(f"{self.selections} selection{'s' * (self.selections != 1)}, shared")
         lines += [f"{self.parameters} new parameters"] if lines else []
-        return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or (
-            "no self-attention found"
-        )
+        return "\n".join([*lines, *self.lines_of_left()]) or f"no self-attention found that can be replaced; {_KNOWN}"
 
 
 def patch_attention(
@@ -81,10 +81,14 @@ def patch_attention(
     `train_indexers(model, "sparse")` it goes on with the selected keys; `train_indexers(model, None)` ends that.
     Everything else works as it did: generation with a growing or a static cache, padding, gradient checkpointing.
 
+    `save_pretrained` writes the indexers and gates as well, but `from_pretrained` leaves them out, and another
+    `patch_attention` makes new ones. After both, `model.load_state_dict(load_file(file), strict=False)` of safetensors
+    loads them.
+
     Args:
         model: a model of transformers, or a module that contains one. Llama, Mistral, Mixtral, Qwen2 and 3, dense or of
-            experts, and Gemma are known. Attention with a sliding window, dropout, hooks, adapters or quantised weights
-            is left.
+            experts, and Gemma 1 are known. Attention with a sliding window, dropout, hooks, adapters or quantised
+            weights is left.
         k_base, k_min, k_max, d_indexer, n_idx_heads, adaptive: as in `nn.GatedSparseAttention`. Each layer that selects
             has a rule of its own; adaptive="variance" asks for `calibrate(model, ids)` once the indexers are trained.
         gates: whether to add gates to values and outputs. They begin at one half, and v_proj and o_proj at twice
@@ -96,11 +100,12 @@ def patch_attention(
         granularity: 1, or 4 to select units of four neighbouring keys, as in `attention.select_topk`.
 
     Returns:
-        The layers that are replaced, and those that are left and why. `print` it. A model that is patched already is
+        The layers that are replaced, and those that are left and why; `patch_attention` warns where none is replaced.
+        `print` it. A model that is patched already is
         left as it is, with a warning, and its report is made again; `unpatch` it to change an option.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is no module; gates is no bool.
         ValueError: sizes do not fit, or layers cannot share as `share` says.
 
     Source: Gated Sparse Attention (arXiv 2601.15305); the warm-up is DeepSeek-V3.2's (arXiv 2512.02556).
@@ -110,6 +115,7 @@ def patch_attention(
     21041280 new parameters
     """
     patched = _found(_PATCH, model)
+    check_flags(_PATCH, gates=gates)
     if patched:
         nothing_changed(_PATCH, model, "patched already")
         return _report(patched, {})
@@ -133,7 +139,10 @@ def patch_attention(
     for name, new in made.items():
         model.set_submodule(name, new)
     share_selections(model, groups)
-    return _report(made, left)
+    report = _report(made, left)
+    if not made:
+        warnings.warn(f"{_PATCH}: {report}.", stacklevel=2)
+    return report
 
 
 def _report(made: dict[str, SparseSelfAttention], left: dict[str, str]) -> AttentionReport:
@@ -517,7 +526,7 @@ def _why_not(module: Any) -> str | None:
         for base in kind.__mro__
     )  # fmt: skip
     if not known:
-        return f"{kind.__name__} is no class that is known here"
+        return f"{kind.__name__} is no class that can be replaced; {_KNOWN}"
     if hooked(module):
         return "it has a hook, or a forward of its own"
     for name in _PROJECTIONS:

@@ -60,7 +60,15 @@ class Report:
         how = {False: "with gate and up in one product", True: "sparse"}
         lines = [f"{kind}: {count} {how[sparse]}" for (kind, sparse), count in counts.items()]
         lines += [f"{count} not sparse, {why}" for why, count in Counter(self.dense.values()).items()]
-        return "\n".join([*lines, *(f"{name}: left as it is, {why}" for name, why in self.left.items())]) or _NONE
+        return "\n".join([*lines, *self.lines_of_left()]) or _NONE
+
+    def lines_of_left(self) -> list[str]:
+        """One for each reason."""
+        first = {why: name for name, why in reversed(self.left.items())}
+        return [
+            f"{first[why]}{f' (and {count - 1} more)' * (count > 1)}: left as it is, {why}"
+            for why, count in Counter(self.left.values()).items()
+        ]
 
 
 _NONE = (
@@ -93,7 +101,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
         change an option.
 
     Raises:
-        TypeError: model is no module.
+        TypeError: model is no module; recompute or train is no bool.
         ValueError: an unknown path; `train` without `sparse`.
 
     Source: Shazeer 2020, "GLU Variants Improve Transformer"; Cetin et al., "Sparser, Faster, Lighter Transformer
@@ -103,6 +111,7 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
     LlamaMLP: 32 with gate and up in one product
     """
     check_model(_PATCH, model)
+    check_flags(_PATCH, recompute=recompute, train=train)
     method = "auto" if sparse is True else sparse if sparse else None
     if method is not None and method not in METHODS:
         raise ValueError(f"{_PATCH}: sparse must be True, False or one of {', '.join(METHODS)}, got {sparse!r}.")
@@ -122,6 +131,8 @@ def patch(model: nn.Module, *, recompute: bool = False, sparse: bool | str = Fal
                 left[name] = f"the forward of {kind.__name__} is another formula"
             continue
         if layout.plain and (method is None or activation_of(module, layout) is None):
+            if why_not_sparse(module, layout) is None:
+                left[name] = f"{kind.__name__} would compute sparsely with sparse=True"
             continue
         is_sparse = method is not None and why_not_sparse(module, layout) is None
         why = why_not_sparse(module, layout) if layout.plain else why_not_fused(module, layout)
@@ -304,6 +315,12 @@ def _put_on(module: _Patched) -> str | None:
 def check_model(operator: str, model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise TypeError(f"{operator}: model must be a torch.nn.Module, got {type(model).__name__}.")
+
+
+def check_flags(operator: str, **given: bool) -> None:
+    for argument, value in given.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{operator}: {argument} must be True or False, got {value!r}.")
 
 
 def nothing_changed(operator: str, model: nn.Module, why: str) -> None:

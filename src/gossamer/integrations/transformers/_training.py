@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from gossamer._core import checks
 from gossamer.ffn import Activity
 from gossamer.integrations.transformers._mlp import check_model, gate_weight
 from gossamer.sparsity import DeadNeuronTracker, L1Schedule, reinitialize_, scalars
@@ -50,6 +51,20 @@ def activity(model: nn.Module) -> Activity:
     return Activity(*map(torch.stack, zip(*found)))
 
 
+class _Hooked:
+    """A callback whose method is a hook of the model that it trains, and the handle of that hook."""
+
+    handle: Any
+
+
+def remove_l1(model: nn.Module) -> None:
+    """Removes the hooks of `sparsity_callback` from a model."""
+    for hook in tuple(model._forward_hooks.values()):
+        owner = getattr(hook, "__self__", None)
+        if isinstance(owner, _Hooked):
+            owner.handle.remove()
+
+
 def sparsity_callback(
     l1: L1Schedule | float, *, reinitialize: float = 0.0, log: Callable[[dict[str, float], int], Any] | None = None
 ) -> Any:
@@ -57,7 +72,8 @@ def sparsity_callback(
 
     In training the model's loss gets `l1 * mean of activity(model).l1`, with the weight that the cross-entropy of a
     micro-batch has in its step. After each optimizer step dead neurons get new weights. The records that `Trainer`
-    logs, its `state.log_history` among them, get those of `sparsity.scalars`.
+    logs, its `state.log_history` among them, get those of `sparsity.scalars`. Where an exception ends training, L1
+    stays in the loss until the model is trained with a callback of this function again, or until `unpatch(model)`.
 
     Args:
         l1: the weight of L1, or its schedule by optimizer step.
@@ -65,29 +81,39 @@ def sparsity_callback(
         log: called with the scalars and the step whenever `Trainer` logs, as `wandb.log` is.
 
     Raises:
-        ValueError: when training begins: the model has no blocks that keep their activity; label smoothing, which
-            computes the loss outside of the model; several GPUs in one process.
+        TypeError: l1 or reinitialize is no number; log is no function.
+        ValueError: l1 is below 0, or reinitialize outside [0, 1]; when training begins: the model has no blocks that
+            keep their activity; label smoothing, which computes the loss outside of the model; several GPUs in one
+            process.
 
     Source: Cetin et al., "Sparser, Faster, Lighter Transformer Language Models", equations 2 and 6.
 
     >>> trainer = Trainer(model, args, train_dataset=data, callbacks=[sparsity_callback(2e-5)])  # doctest: +SKIP
     """
+    if not isinstance(l1, L1Schedule):
+        checks.number(_CALLBACK, "l1", l1, "Or give a sparsity.L1Schedule.", zero=True)
+    checks.number(_CALLBACK, "reinitialize", reinitialize, "The paper's rate is 0.1; 0 switches it off.", zero=True)
+    if reinitialize > 1:
+        raise ValueError(f"{_CALLBACK}: reinitialize must be in [0, 1], got {reinitialize}. The paper's rate is 0.1.")
+    if log is not None and not callable(log):
+        raise TypeError(f"{_CALLBACK}: log must be a function of scalars and a step, got {type(log).__name__}.")
     from transformers import TrainerCallback
 
-    class SparsityCallback(TrainerCallback):
+    class SparsityCallback(_Hooked, TrainerCallback):
         def __init__(self) -> None:
             self.schedule = l1 if isinstance(l1, L1Schedule) else L1Schedule(l1)
-            self.tracker, self.weight = DeadNeuronTracker(), 0.0
-            self.l0: Any = None
-            self.hook: Any = None
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            # Training that an exception ended has not come to on_train_end.
+            remove_l1(model)
+            self.tracker, self.weight = DeadNeuronTracker(), 0.0
+            self.l0: Any = None
             if not _blocks(model):
                 raise ValueError(f"{_CALLBACK}: no block keeps its activity: patch(model, sparse=True, train=True).")
             if args.label_smoothing_factor or args.n_gpu > 1:
                 what = "label_smoothing_factor" if args.label_smoothing_factor else "n_gpu above 1 (use torchrun)"
                 raise ValueError(f"{_CALLBACK}: the loss must be computed by the model in one process, got {what}.")
-            self.hook = model.register_forward_hook(self.add_l1, with_kwargs=True)
+            self.handle = model.register_forward_hook(self.add_l1, with_kwargs=True)
 
         def add_l1(self, model: Any, args: Any, given: dict[str, Any], out: Any) -> Any:
             if not (model.training and torch.is_grad_enabled()):
@@ -120,8 +146,8 @@ def sparsity_callback(
             if log is not None:
                 log(found, state.global_step)
 
-        def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.hook.remove()
+        def on_train_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+            remove_l1(model)
 
     return SparsityCallback()
 

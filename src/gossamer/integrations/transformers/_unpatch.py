@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from gossamer.integrations.transformers import _attention, _mlp
+from gossamer.integrations.transformers import _attention, _mlp, _training
 
 
 def unpatch(model: nn.Module) -> None:
@@ -23,5 +23,7 @@ def unpatch(model: nn.Module) -> None:
     operator = "integrations.transformers.unpatch"
     _mlp.check_model(operator, model)
     blocks = _mlp.undo(operator, model)
+    for module in model.modules():
+        _training.remove_l1(module)
     if not _attention.undo(model) and not blocks:
         _mlp.nothing_changed(operator, model, "not patched")
