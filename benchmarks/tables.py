@@ -99,7 +99,10 @@ def environment(content: dict[str, Any]) -> str:
 
 
 def provenance(content: dict[str, Any]) -> str:
-    return f"{environment(content)}, commit {content['commit']}, `{content['command']}`"
+    """The command as it is called today. Older results have the names of before: the benchmarks left the package."""
+    command = content["command"].replace("gossamer bench sae --saelens", "python -m benchmarks integrations")
+    command = command.replace("gossamer bench", "python -m benchmarks")
+    return f"{environment(content)}, commit {content['commit']}, `{command}`"
 
 
 def page() -> str:
@@ -279,9 +282,7 @@ def sweeps() -> list[str]:
     rows, said = [], []
     for room, content in _swept().items():
         without = ", without Liger" if room == "gemm" and not content["versions"].get("liger-kernel") else ""
-        # Before there was `--wild`, these rooms drew from its ranges.
-        old = room in ("gemm", "rowsparse", "sae") and content["command"].startswith("gossamer bench")
-        said.append(f"- {room}: {provenance(content)}{', over the ranges of `--wild`' if old else ''}{without}.")
+        said.append(f"- {room}: {provenance(content)}{without}.")
         for kind, label in (("dense", "dense PyTorch"), ("best", "the best peer")):
             figures = content["summary"].get(kind, {}).get(room, {"cases": 0})
             if figures["cases"]:

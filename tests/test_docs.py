@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import gossamer
+from gossamer.cli import main
 
 ROOMS = sorted(m.name for m in pkgutil.iter_modules(gossamer.__path__) if m.name[0] != "_" and m.name != "cli")
 
@@ -77,6 +79,20 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert HOLDS.get(page, lambda _: True)(names)
 
 
+def test_commands_that_pages_name_exist() -> None:
+    """`gossamer ...` in a line of code or in a block of commands."""
+    known = typer.main.get_command(main).commands  # type: ignore[attr-defined]
+    code = re.compile(r"^```(\w*)\n(.*?)^```$|(`[^`\n]+`)", re.S | re.M)
+    named = {
+        (page, name)
+        for page in [*PAGES, "CONTRIBUTING.md", "docs/worked-example.md", "docs/distributed.md"]
+        for language, block, line in code.findall((HOUSE / page).read_text(encoding="utf-8"))
+        if language in ("", "sh", "bash")
+        for name in re.findall(r"(?:^|`|--no-python )gossamer ([a-z]+)", block or line, re.M)
+    }
+    assert {(page, name) for page, name in named if name not in known} == set() and len(named) >= 8
+
+
 def test_the_first_example_reconstructs_its_input(capsys: pytest.CaptureFixture[str]) -> None:
     """As README says below it: an error near or above 1 would be that of an autoencoder that does not work."""
     pytest.importorskip("sae_lens")
@@ -102,7 +118,6 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Every block as it stands, one after the other; in shorter time, and with a small model in the place of GPT-2."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("sae_lens")
     from demo import __main__ as demo
-    from gossamer.cli import main
     from tests.integrations.test_transformers import byte_level
 
     monkeypatch.chdir(tmp_path)

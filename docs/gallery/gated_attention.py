@@ -5,8 +5,8 @@ attention to all keys. Its indexer learns beside it, by a loss of its own, to sc
 each of 256 queries may take 16 keys alone. The bars are shares of bytes told right: what tells them is 128 bytes away.
 """
 
+import argparse
 import copy
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from gossamer import nn
 from gossamer.attention import Selection, indexer_loss
 
-steps = int(sys.argv[1]) if sys.argv[1:] else 600
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("steps", nargs="?", type=int, default=600, help="training steps, 600 by default; fewer are faster")
+steps = parser.parse_args().steps
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 T, k = 256, 16
