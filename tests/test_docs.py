@@ -25,12 +25,17 @@ def public(room: ModuleType) -> list[str]:
     return [name for name in getattr(room, "__all__", []) if callable(getattr(room, name))]
 
 
+def imports(name: str) -> list[str]:
+    """The lines after which the examples of a room run; its page of reference begins with them."""
+    rooms = dict.fromkeys(("rowsparse", "testing", "gemm", "sae", name))
+    lines = ["import gossamer, torch", "from gossamer import gemm, rowsparse, sae, testing"]
+    return [*lines, *(f"from gossamer.{room} import *" for room in rooms)]
+
+
 @pytest.mark.parametrize("name", ROOMS)
 def test_examples(name: str) -> None:
-    names = {"torch": torch, "gossamer": gossamer}
-    for other in ("rowsparse", "testing", "gemm", "sae", name):
-        room = importlib.import_module(f"gossamer.{other}")
-        names |= {other: room} | {key: getattr(room, key) for key in room.__all__}
+    names: dict[str, Any] = {}
+    exec("\n".join(imports(name)), names)
     room = importlib.import_module(f"gossamer.{name}")
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     finder = doctest.DocTestFinder(recurse=False)
@@ -70,6 +75,8 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         if language == "python" and 'from_pretrained("' not in content:
             if "sae_lens" in content:
                 pytest.importorskip("sae_lens")
+            if "learn_tokenizer" in content:
+                pytest.importorskip("tokenizers")
             if "transformers" in content:
                 pytest.importorskip("transformers")
             exec(content, names)
@@ -160,6 +167,8 @@ def test_the_site_names_all_that_is_public(tmp_path: Path, monkeypatch: pytest.M
         page = (tmp_path / "api" / f"{name}.html").read_text(encoding="utf-8")
         places = set(re.findall(r'id="gossamer\.([\w.]+)"', page))
         room = importlib.import_module(f"gossamer.{name}")
+        said = re.sub(r"<[^>]+>", "", page)
+        assert all(line in said for line in imports(name))
         wanted = getattr(room, "__all__", None) or ["patch", "unpatch"]
         assert {f"{name}.{item}" for item in wanted} <= places
         assert name != "rowsparse" or "rowsparse.Rows.ablate" in places
