@@ -2,7 +2,7 @@
 
 A layer reads passages of Python's standard library that come twice, and learns to predict the second time's bytes with
 attention to all keys. Its indexer learns beside it, by a loss of its own, to score keys as attention weighs them. Then
-each of 256 queries may take 16 keys alone. The bars are shares of bytes told right: what tells them is 128 bytes away.
+each of 256 queries may take 16 keys alone. The bars are shares of bytes told right, from bytes 128 places before.
 """
 
 import argparse

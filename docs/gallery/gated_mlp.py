@@ -2,7 +2,7 @@
 
 A block `down(silu(gate(x)) * up(x))` learns to predict the next byte of Python's standard library from the 16 before
 it: once as three layers of PyTorch, once as `nn.GatedMLP`, and once as one that keeps nothing and computes gate and up
-again. The losses agree. The picture shows what each keeps for its backward pass, beside x and the weights.
+again. The losses agree. The picture shows the tensors that each keeps for its backward pass, beside x and weights.
 """
 
 import argparse
