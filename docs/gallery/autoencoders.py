@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from gossamer import nn
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("steps", nargs="?", type=int, default=1000, help="training steps, 1000 by default; less is faster")
+parser.add_argument("steps", nargs="?", type=int, default=1000, help="training steps, 1000 by default")
 steps = parser.parse_args().steps
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

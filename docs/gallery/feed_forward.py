@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from gossamer import nn, sparsity
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("steps", nargs="?", type=int, default=600, help="training steps, 600 by default; fewer are faster")
+parser.add_argument("steps", nargs="?", type=int, default=600, help="training steps, 600 by default")
 steps = parser.parse_args().steps
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)

@@ -16,7 +16,7 @@ from matplotlib import pyplot as plt
 from gossamer import train
 
 parser = argparse.ArgumentParser(description=__doc__)
-parser.add_argument("steps", nargs="?", type=int, default=200, help="training steps, 200 by default; fewer are faster")
+parser.add_argument("steps", nargs="?", type=int, default=200, help="training steps, 200 by default")
 steps = parser.parse_args().steps
 texts = [file.read_text(errors="replace") for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]]
 figure, panels = plt.subplots(1, 3, figsize=(11, 3), layout="constrained")
