@@ -112,6 +112,7 @@ def page() -> str:
         "`python -m benchmarks.tables` makes these tables from files in [benchmarks/results](../benchmarks/results).",
         "A file names hardware, versions, commit and command, and has more cases and peers than a table. All providers",
         "of a case are checked against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
+        "Commands stand here as they are called today, and in older files by a former name.",
         "[Evidence](evidence.md) has the figures and tables of the five documents that gossamer started from.",
         "",
         "Times are medians in microseconds: eager, and in parentheses replayed from a CUDA graph. The ratio is the",
