@@ -1,6 +1,7 @@
 """What only a GPU can show: graphs, no waiting, streams, threads, several devices, memory, and very large tensors."""
 
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -130,6 +131,14 @@ def test_float32_follows_the_matmul_precision() -> None:
         torch.set_float32_matmul_precision(before)
 
 
+def in_threads(work: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 def test_threads() -> None:
     """Threads that share a stream, a shape and a decoder do not disturb each other."""
     W = integers((4000, 64), 64)
@@ -144,11 +153,7 @@ def test_threads() -> None:
         if bad:
             wrong.append(f"thread {which}: {bad} of 600 results are wrong")
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not wrong, wrong
 
 
@@ -169,11 +174,7 @@ def test_threads_that_encode() -> None:
                 if turn % 10 == 0 and not torch.equal(rows.to_dense(), wanted[i]):
                     wrong.append(f"thread {which}: turn {turn} is wrong")
 
-    threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads(work)
     assert not wrong, wrong
 
 

@@ -141,9 +141,31 @@ def rows(device: torch.device) -> list[Call]:
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
         x, weight, up = q.flatten(0, 2)[:32], k.flatten(0, 2), v.flatten(0, 2)
-        # A GPU multiplies few rows of 16 bits by a kernel, and others by the library, which is not repeated.
+        # A GPU multiplies few rows of 16 bits by a kernel, and others by the library.
         half = [each.to(torch.bfloat16) if q.is_cuda else each for each in (x, weight, up)]
         return gemm.linear_glu(*half), sae.decode(x[:4].relu(), weight[:16], capacity=9)
+
+    return [call] * 4
+
+
+def entries(device: torch.device) -> list[Call]:
+    """Operators of rows, of which some overflow, and their gradients."""
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        x, weight, bias = q.flatten(0, 2)[:32], k.flatten(0, 2), v.flatten()[:64]
+        dense, w = x.relu().requires_grad_(), weight[:16].clone().requires_grad_()
+        rows = rowsparse.pack(dense, capacity=9)
+        out, smooth = rowsparse.matmul(rows, w), sae.tanh_l0(rows, bias[:16])
+        made = [out, rows.to_dense(), smooth, rowsparse.transpose(rows).packed.values, sae.count_fired(rows)]
+        made += torch.autograd.grad(out.sum() + smooth.sum(), (dense, w))
+        made += rowsparse.sampled_matmul(x, w.detach(), rows.detach()).packed[:3]
+        made += gemm.linear_pack(x, weight, bias, "relu2", capacity=20).packed[:3]
+        # So many that their rows are filled up to whole 16 numbers.
+        wide = torch.cat([weight] * 17).t()[:, :1087]
+        threshold = bias.abs().repeat(17)[:1087].requires_grad_()
+        kept = sae.encode(x, wide, bias.repeat(17)[:1087], gemm.JumpReLU(threshold, 0.1), b_dec=bias[:16])
+        made += [*kept.packed[:3], *torch.autograd.grad(kept.l0.sum() + sae.decode(kept, wide.t()).sum(), threshold)]
+        return [each.detach() for each in made]
 
     return [call] * 4
 
@@ -157,6 +179,7 @@ CASES: dict[str, tuple[Callable[[torch.device], Sequence[Call]], int]] = {
     "decode": (selected, 3),
     "scores": (scores, 32),
     "rows": (rows, 32),
+    "entries": (entries, 32),
 }
 
 

@@ -15,7 +15,7 @@ from gossamer.attention._triton import (
     sparse_decode,
     threshold,
 )
-from gossamer.attention._triton._products import stages_of
+from gossamer.attention._triton._products import chunk_of, stages_of
 from tests import aot
 
 pytestmark = pytest.mark.native
@@ -55,10 +55,8 @@ def test_heads_as_rows_at_their_limits(
     heads: int, d: int, dtype: str, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "6.4" if target == "gfx942" else None)
-    kernel, x = select_topk._index_keys_of_few_kernel, torch.empty(0, dtype=getattr(torch, _NAMES[dtype]))
-    block = indexer_scores.tile(d, x.element_size())
-    assert heads * block["BLOCK_D"] <= select_topk.HEADS_NUMBERS[x.element_size()]
-    own = {"HEADS": heads, "D": d, "BLOCK_N": block["BLOCK_N"], "num_stages": stages_of(3, x)}
+    kernel, x = select_topk._index_keys_of_few_kernel, torch.empty(0, d, dtype=getattr(torch, _NAMES[dtype]))
+    own = {"HEADS": heads, "D": d, "CHUNK": chunk_of(x), "num_stages": stages_of(3, x)}
     example = aot.complete(kernel, select_topk.EXAMPLES[kernel] | own)
     signature = {name: f"*{dtype}" if of == "*bf16" else of for name, of in example["signature"].items()}
     compiled = aot.compile_kernel(kernel, {**example, "signature": signature}, target)
@@ -69,6 +67,19 @@ def test_heads_as_rows_at_their_limits(
 
 
 _NAMES = {"bf16": "bfloat16", "fp32": "float32"}
+
+
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("name", [name for name in KERNELS if "scores" in name or name == "_index_keys_kernel"])
+def test_float32_without_tensor_cores_stays_in_registers(name: str, d: int) -> None:
+    kernel = KERNELS[name]
+    own = {"D": d, "CHUNK": chunk_of(torch.empty(0, d))}
+    if "bwd" in name:
+        own |= indexer_scores.backward_tile(d, 4)
+    example = aot.complete(kernel, EXAMPLES[kernel] | own)
+    signature = {name: "*fp32" if of == "*bf16" else of for name, of in example["signature"].items()}
+    used = aot.resources(aot.compile_kernel(kernel, {**example, "signature": signature}, "sm_90"))
+    assert used["LOCAL"] == 0 and used["STACK"] <= 64, f"spills: {used}"
 
 
 @pytest.mark.parametrize("name", ["decode", "rows", "keys"])
@@ -85,7 +96,8 @@ def test_rows_fit_amd(name: str, d: int, v: int, dtype: str, monkeypatch: pytest
         own = sparse_decode.EXAMPLES[kernel] | own
     else:
         kernel = getattr(indexer_loss, f"_indexer_{name}_kernel")
-        own = {"SIZES": indexer_loss.Sizes(d, v, 1, 4, 64, "relu"), "num_stages": stages_of(3, x)}
+        chunk = 32 if wide or dtype == "float32" else 128
+        own = {"SIZES": indexer_loss.Sizes(d, v, chunk, 1, 4, 64, "relu"), "num_stages": stages_of(3, x)}
         own = indexer_loss.EXAMPLES[kernel] | own
     example = aot.complete(kernel, own)
     kind = {"float32": "*fp32", "bfloat16": "*bf16"}[dtype]

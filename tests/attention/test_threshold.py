@@ -10,6 +10,7 @@ import torch
 from gossamer._core.ops import INTERPRET
 
 kernels = pytest.importorskip("gossamer.attention._triton.threshold")
+few_rows = pytest.importorskip("gossamer.attention._triton.few_rows")
 pytestmark = pytest.mark.kernels
 KEPT = 31744
 
@@ -37,27 +38,34 @@ def check(
         assert torch.equal(taken.nonzero().squeeze(1), best.sort().values)
 
 
-@pytest.mark.parametrize("registers", [32768, 64], ids=["in registers", "beyond them"])
+@pytest.fixture(params=["in registers", "beyond them", "in segments"])
+def find(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
+    """Rows that fit registers, rows that do not, and few of these, whose segments have a program each."""
+    if request.param != "in registers":
+        monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
+    monkeypatch.setattr(few_rows, "FEW", 1)
+    return few_rows.find_in_segments if request.param == "in segments" else kernels.find_thresholds
+
+
 @pytest.mark.parametrize("levels", [31000, 5, 1])
 @pytest.mark.parametrize("k, each", [(1, False), (40, False), (40, True), (300, False)])
 def test_a_stable_sort_takes_the_same(
-    k: int, each: bool, levels: int, registers: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
+    find: Callable[..., Any], k: int, each: bool, levels: int, device: torch.device, generator: torch.Generator
 ) -> None:
-    monkeypatch.setattr(kernels, "MAX_REGISTERS", registers)
     keys = torch.randint(1, levels + 1, (3, 256), device=device, generator=generator, dtype=torch.int16)
     wanted = torch.tensor([k, max(k // 2, 1), 1], dtype=torch.int32, device=device) if each else None
-    check(kernels.find_thresholds, keys, k, wanted)
+    check(find, keys, k, wanted)
 
 
+@pytest.mark.parametrize("find", ["beyond them", "in segments"], indirect=True)
 @pytest.mark.parametrize("levels", [31000, 300])
 @pytest.mark.parametrize("window, sinks", [(0, 0), (300, 0), (30, 7)])
 def test_long_rows(
-    window: int, sinks: int, levels: int, device: torch.device, generator: torch.Generator, monkeypatch: Any
+    find: Callable[..., Any], window: int, sinks: int, levels: int, device: torch.device, generator: torch.Generator
 ) -> None:
     """With few levels many keys equal the threshold."""
-    monkeypatch.setattr(kernels, "MAX_REGISTERS", 64)
     keys = torch.randint(1, levels + 1, (3, 8192), device=device, generator=generator, dtype=torch.int16)
-    check(kernels.find_thresholds, keys, 500, window=window, sinks=sinks)
+    check(find, keys, 500, window=window, sinks=sinks)
 
 
 @pytest.mark.parametrize("workspace", [None, 1 << 26, 0], ids=["default", "64 MiB", "the least"])

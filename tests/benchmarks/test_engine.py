@@ -112,10 +112,8 @@ def test_tables_json_and_plot(toys: Path) -> None:
 
 
 def test_a_case_about_a_package_that_is_not_there_is_no_failure(toys: Path) -> None:
-    (file,) = toys.parent.glob("toys_*/toy/bench_product.py")
-    file.write_text(
-        TOY.format(extra="").replace("make=lambda d, g, n=n: [", "make=lambda d, g, n=n: absent(d, g) or [")
-    )
+    file = command.BENCHMARKS / "toy" / "bench_product.py"
+    file.write_text(file.read_text().replace("make=lambda d, g, n=n: [", "make=lambda d, g, n=n: absent(d, g) or ["))
     code, output = bench("toy", "--out", toys)
     assert code == 0 and "not measured" in output and "a_peer_that_nobody_has" in output
     (written,) = toys.glob("*.json")
@@ -133,8 +131,7 @@ def test_a_case_about_a_package_that_is_not_there_is_no_failure(toys: Path) -> N
     ids=["a wrong provider", "an error of ours", "a package that ours needs"],
 )
 def test_exit_code_is_1(toys: Path, extra: str, status: str) -> None:
-    (file,) = toys.parent.glob("toys_*/toy/bench_product.py")
-    file.write_text(TOY.format(extra=extra))
+    (command.BENCHMARKS / "toy" / "bench_product.py").write_text(TOY.format(extra=extra))
     code, output = bench("toy", "--out", toys)
     assert code == 1 and status in output
 
@@ -160,13 +157,18 @@ def draw(random, device, quick):
 """
 
 
-def test_a_sweep_at_random(toys: Path) -> None:
-    (folder,) = toys.parent.glob("toys_*")
-    (folder / "toy" / "sweep.py").write_text(SWEEP)
-    code, output = bench("sweep", "--out", toys, "--cases", 7, "--seed", 3)
+@pytest.fixture
+def swept(toys: Path) -> Path:
+    """With cases at random in their room, too."""
+    (command.BENCHMARKS / "toy" / "sweep.py").write_text(SWEEP)
+    return toys
+
+
+def test_a_sweep_at_random(swept: Path) -> None:
+    code, output = bench("sweep", "--out", swept, "--cases", 7, "--seed", 3)
     assert code == 0, output
     assert "below 1.00" in output and "worst, beside dense PyTorch" in output
-    (file,) = toys.glob("*.json")
+    (file,) = swept.glob("*.json")
     content = json.loads(file.read_text())
     assert len(content["cases"]) == 7 and content["settings"]["seed"] == 3 and file.stem.startswith("sweep-")
     sizes = [case["parameters"]["n"] for case in content["cases"]]
@@ -178,7 +180,7 @@ def test_a_sweep_at_random(toys: Path) -> None:
     assert figures["cases"] == 7 and figures["below_1.00"] == sum(ratio < 1 for ratio in found) / 7
     assert figures["worst"][0]["ratio"] == min(found) and figures["worst"][-1]["ratio"] == max(found)
     assert figures["geometric_mean"] == pytest.approx(torch.tensor(found).log().mean().exp().item())
-    (picture,) = toys.glob("*.png")
+    (picture,) = swept.glob("*.png")
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert figures == content["summary"]["dense"]["toy"] == content["summary"]["dense"]["toy/product"]
     assert content["settings"]["limit"] == 0.25 and content["seconds"] > 0 and "not_run" not in content
@@ -189,13 +191,7 @@ def test_a_sweep_at_random(toys: Path) -> None:
     assert bench("sweep", "--cases", 7, "--seed", 4, "--list")[1] != again
 
 
-def swept(toys: Path) -> None:
-    (folder,) = toys.parent.glob("toys_*")
-    (folder / "toy" / "sweep.py").write_text(SWEEP)
-
-
-def test_a_terminated_sweep_keeps_what_it_has_and_goes_on(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swept(toys)
+def test_a_terminated_sweep_keeps_what_it_has_and_goes_on(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
 
     def terminated(*arguments: object) -> CaseResult:
@@ -206,8 +202,8 @@ def test_a_terminated_sweep_keeps_what_it_has_and_goes_on(toys: Path, monkeypatc
 
     monkeypatch.setattr(command, "run_case", terminated)
     before = signal.getsignal(signal.SIGTERM)
-    code, output = bench("sweep", "--out", toys, "--cases", 6)
-    (file,) = toys.glob("*.json")
+    code, output = bench("sweep", "--out", swept, "--cases", 6)
+    (file,) = swept.glob("*.json")
     assert code == 130 and f"interrupted; the finished cases are in {file}" in output
     assert signal.getsignal(signal.SIGTERM) is before
     first = json.loads(file.read_text())
@@ -216,23 +212,22 @@ def test_a_terminated_sweep_keeps_what_it_has_and_goes_on(toys: Path, monkeypatc
     assert first["summary"]["dense"]["all"]["cases"] == 3
 
     monkeypatch.setattr(command, "run_case", run_case)
-    code, output = bench("sweep", "--out", toys, "--cases", 6, "--resume")
+    code, output = bench("sweep", "--out", swept, "--cases", 6, "--resume")
     assert code == 0 and "3 cases are kept" in output
     second = json.loads(file.read_text())
     assert second["cases"][:3] == first["cases"] and [case["id"] for case in second["cases"]] == ids
     assert "not_run" not in second and second["seconds"] > first["seconds"]
     assert second["summary"]["dense"]["all"]["cases"] == 6
 
-    code, output = bench("sweep", "--out", toys, "--cases", 6, "--resume", "--rounds", 7)
+    code, output = bench("sweep", "--out", swept, "--cases", 6, "--resume", "--rounds", 7)
     assert code == 2 and "--resume needs the settings that" in output and "Leave out --resume" in output
     assert json.loads(file.read_text()) == second
 
 
-def test_a_killed_sweep_has_written(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swept(toys)
+def test_a_killed_sweep_has_written(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     def killed(*arguments: object) -> CaseResult:
-        (file,) = toys.glob("*.json")
+        (file,) = swept.glob("*.json")
         content = json.loads(file.read_text())
         assert len(content["cases"]) == 1 and len(content["not_run"]) == 2
         raise SystemExit(9)
@@ -242,11 +237,10 @@ def test_a_killed_sweep_has_written(toys: Path, monkeypatch: pytest.MonkeyPatch)
         return run_case(*arguments)
 
     monkeypatch.setattr(command, "run_case", first)
-    assert bench("sweep", "--out", toys, "--cases", 3)[0] == 9
+    assert bench("sweep", "--out", swept, "--cases", 3)[0] == 9
 
 
-def test_a_sweep_that_breaks_keeps_what_it_has_and_tries_again(toys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    swept(toys)
+def test_a_sweep_that_breaks_keeps_what_it_has_and_tries_again(swept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     results: list[CaseResult] = []
 
     def broken(case: Case, *arguments: object) -> CaseResult:
@@ -261,13 +255,13 @@ def test_a_sweep_that_breaks_keeps_what_it_has_and_tries_again(toys: Path, monke
 
     monkeypatch.setattr(command, "run_case", broken)
     with pytest.raises(RuntimeError, match="illegal memory access"):
-        bench("sweep", "--out", toys, "--cases", 4)
-    (file,) = toys.glob("*.json")
+        bench("sweep", "--out", swept, "--cases", 4)
+    (file,) = swept.glob("*.json")
     content = json.loads(file.read_text())
     assert len(content["cases"]) == 2 and len(content["not_run"]) == 2
     monkeypatch.setattr(command, "run_case", run_case)
     # The case that was not timed is tried again.
-    code, output = bench("sweep", "--out", toys, "--cases", 4, "--resume")
+    code, output = bench("sweep", "--out", swept, "--cases", 4, "--resume")
     assert code == 0 and "1 cases are kept" in output
     again = json.loads(file.read_text())["cases"]
     assert again[0] == content["cases"][0] and len(again) == 4 and all(case["providers"] for case in again)
@@ -297,20 +291,6 @@ def test_a_slow_provider_is_timed_no_longer_than_its_limit() -> None:
     assert timed is not None and timed.calls == 1 and 2 <= timed.samples <= 5 and len(calls) <= 8
     other = by_name["dense"].eager
     assert other is not None and other.samples >= timed.samples
-
-
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (("toy", "--cases", "3"), "--room, --cases, --resume and --wild belong to a sweep"),
-        (("toy", "--resume"), "--room, --cases, --resume and --wild belong to a sweep"),
-        (("sweep", "--case", "x*"), "shapes choose among fixed cases"),
-        (("sweep", "--room", "attic"), "--room must be one of"),
-    ],
-)
-def test_arguments_of_a_sweep(arguments: tuple[str, ...], message: str, toys: Path) -> None:
-    code, output = bench(*arguments)
-    assert code == 2 and message in output
 
 
 def test_shipped_ranges_draw_what_runs() -> None:
@@ -404,11 +384,19 @@ def test_list_and_case(toys: Path) -> None:
         (["--budget", "0"], "--budget must be positive, got 0; leave it out"),
         (["--budget", "-5"], "--budget must be positive, got -5; leave it out"),
         (["--budget", "nan"], "--budget must be positive, got nan; leave it out"),
+        (["toy", "--cases", "3"], "--room, --cases, --resume and --wild belong to a sweep"),
+        (["toy", "--resume"], "--room, --cases, --resume and --wild belong to a sweep"),
+        (["sweep", "--case", "x*"], "shapes choose among fixed cases"),
+        (["sweep", "--room", "attic"], "--room must be one of"),
+        (["toy", "--provider", "nobody"], "one of absent, broken, dense, elsewhere, gossamer, got 'nobody'"),
+        (["toy", "--length", "128"], "left out: 2 of 2 cases of toy/bench_product.py"),
+        (["toy", "--length", "128"], "benchmarks: no case of toy has that --length; --list shows every case."),
+        (["toy", "--dtype", "int8"], "--dtype must be one of float32, float16, bfloat16, got 'int8'"),
     ],
 )
 def test_bad_arguments(toys: Path, arguments: list[str], message: str) -> None:
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 2 and message in result.output
+    code, output = bench(*arguments)
+    assert code == 2 and message in output
 
 
 def test_wrong_results_are_not_timed() -> None:
@@ -553,16 +541,9 @@ def test_shipped_cases_have_unique_ids() -> None:
         assert len(ids) == len(set(ids)) and any(i.startswith("sae/decode/") for i in ids)
 
 
-def test_shapes_and_providers_of_your_own(toys: Path) -> None:
+def test_one_provider_of_one_case(toys: Path) -> None:
     code, text = bench("toy", "--out", toys, "--provider", "goss*", "--case", "*n=4*")
     assert code == 0 and "dense" not in text.split("summary")[0]
-    code, text = bench("toy", "--out", toys, "--provider", "nobody")
-    assert code == 2 and "--provider must match one of absent, broken, dense, elsewhere, gossamer, got 'nobody'" in text
-    code, text = bench("toy", "--out", toys, "--length", 128)
-    assert code == 2 and "left out: 2 of 2 cases of toy/bench_product.py" in text
-    assert "benchmarks: no case of toy has that --length; --list shows every case." in text
-    code, text = bench("toy", "--out", toys, "--dtype", "int8")
-    assert code == 2 and "--dtype must be one of float32, float16, bfloat16, got 'int8'" in text
 
 
 def test_results_that_nobody_checks(toys: Path) -> None:

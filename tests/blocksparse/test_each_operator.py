@@ -138,8 +138,8 @@ def test_derivatives(name: str) -> None:
 def test_compiled(name: str, device: torch.device, compiled: Any) -> None:
     leaves, layouts = operands((40, 50), torch.float32, device)
     call = called(name, layouts)
-    # Inductor divides by multiplying.
-    torch.testing.assert_close(run(compiled(call), leaves), run(call, leaves))
+    # Inductor divides by multiplying, and sums in another order.
+    torch.testing.assert_close(run(compiled(call), leaves), run(call, leaves), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.gpu

@@ -24,7 +24,6 @@ def test_choice_of_a_walk() -> None:
         assert walk_of(64, *densities) == every
     assert walk_of(64, 0.5, 0.5, 0.5) is walk_of(64, 1.0, 0.1, 1.0) is None
     assert walk_of(64, 0.75, 0.75, 0.5) == walk_of(64, 0.75, 0.75, 0.25) == Walk(64, True, True, 64)
-    assert walk_of(64, None, None, 0.25) == Walk(64, False, True, 64)
     # Of large products the kernel for every GPU multiplies present blocks of 64.
     assert all(walk_of(64, share, None, None) is None for share in (0.5, 0.25, 0.1))
     assert walk_of(64, 0.25, None, None, n=4096) == walk_of(64, 0.1, None, None, n=4096) == Walk(64, True, False, 64)
@@ -45,6 +44,17 @@ def test_strips_where_they_were_faster(sparsity: int, n: int, strips: bool, more
     inputs, result = (share + (1 - share) * 64 / n + more for share in (0.75, 1 - sparsity / 100))
     want = Walk(64, True, True, min(64, n // 64)) if strips else Walk(128, False, False)
     assert walk_of(64, inputs, inputs, result, n=n) == want
+
+
+@pytest.mark.parametrize("n, result, slower", [
+    (1024, 0.5, False), (1024, 0.25, False), (2048, 0.5, False), (2048, 0.25, True), (4096, 0.5, True),
+    (4096, 0.25, True), (8192, 0.5, True), (8192, 0.25, True),
+])  # fmt: skip
+def test_small_blocks_of_a_dense_right_operand(n: int, result: float, slower: bool) -> None:
+    """Strips of blocks of 64 are never taken: the kernel for every GPU, or every block, was faster."""
+    want = None if slower else Walk(128, False, False)
+    assert walk_of(64, None, None, result, n=n) == walk_of(64, 1.0, None, result, n=n) == want
+    assert walk_of(128, None, None, 0.5) == Walk(128, False, True, 32)
 
 
 def test_a_band_of_strips_is_of_one_matrix() -> None:

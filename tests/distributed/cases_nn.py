@@ -235,9 +235,9 @@ def case_shard_errors(rank: int, world: int, device: torch.device) -> None:
         nn.data_parallel_sae(torch.nn.Linear(2, 2))  # type: ignore[type-var]
 
 
-def one_process(kind: str, x: Tensor, world: int, device: torch.device) -> tuple[Any, list[Tensor]]:
+def one_process(kind: str, x: Tensor, world: int, device: torch.device, **options: Any) -> tuple[Any, list[Tensor]]:
     """What data parallelism has to come to: for BatchTopK, batches that share a step."""
-    one = make(kind, device)
+    one = make(kind, device, **options)
     if kind == "jumprelu steered":
         # Each rank looks at its own rows, and they start at the mean of what they see.
         seen = [one.measured(piece, one.W_enc, one.W_dec) for piece in x[0].chunk(world)]
@@ -268,9 +268,10 @@ def one_process(kind: str, x: Tensor, world: int, device: torch.device) -> tuple
 
 def data_parallel(how: str, rank: int, world: int, device: torch.device) -> None:
     x, compared = batches(ROWS * world, device), []
-    for kind in KINDS:
+    dead = [(kind, VARIANTS[kind]) for kind in ("topk", "transcoder", "jumprelu tanh")]
+    for kind, options in (*((kind, {}) for kind in KINDS), *dead):
         # Another seed on each rank: what counts is rank 0's.
-        model = make(kind, device, seed=rank)
+        model = make(kind, device, seed=rank, **options)
         module: Any = nn.data_parallel_sae(model)
         if how == "fsdp":
             fully_shard(module, mesh=init_device_mesh(device.type, (world,)))
@@ -281,9 +282,9 @@ def data_parallel(how: str, rank: int, world: int, device: torch.device) -> None
         for loss in losses:
             dist.all_reduce(loss)
         state = {name: t.full_tensor() if hasattr(t, "full_tensor") else t for name, t in model.state_dict().items()}
-        compared.append((kind, copy.copy(state), [loss / world for loss in losses]))
-    for kind, state, losses in compared:
-        one, wanted = one_process(kind, x, world, device)
+        compared.append((kind, options, copy.copy(state), [loss / world for loss in losses]))
+    for kind, options, state, losses in compared:
+        one, wanted = one_process(kind, x, world, device, **options)
         assert one.firing_counts.any() and one.steps_since_fired.any()
         assert_same(state, one.state_dict(), f"{how} {kind}")
         assert_same(dict(enumerate(losses)), dict(enumerate(wanted)), f"{how} {kind}")

@@ -21,6 +21,7 @@ def test_light_rows_alone(
 ) -> None:
     """Heavy rows are listed, in any order, and not written; entries are counted of all."""
     from gossamer.ffn._triton import gather, heavy
+    from gossamer.ffn._triton.entry_lists import Weights
     from gossamer.ffn._triton.sparse_ffn import pack
 
     a = operands((21, k, 600, d), dtype, device, generator)
@@ -28,8 +29,8 @@ def test_light_rows_alone(
     a["x"][20] = 0
     counts = (a["x"] @ a["gate"].t() + a["gate_bias"] > 0).sum(1)
     limit = int(counts.sort().values[-3])
-    up = (a["up"], a["up_bias"]) if gated else None
-    want = dense(a["x"], a["gate"], up and up[0], a["down"], "relu", gate_bias=a["gate_bias"], up_bias=up and up[1])
+    up, up_bias = (a["up"], a["up_bias"]) if gated else (None, None)
+    want = dense(a["x"], a["gate"], up, a["down"], "relu", gate_bias=a["gate_bias"], up_bias=up_bias)
     packed = pack(a["x"], a["gate"], a["gate_bias"], None)[0]
     fits = (packed[2] <= 16).all(1)
     light = fits & (counts <= limit)
@@ -37,7 +38,8 @@ def test_light_rows_alone(
     out, nnz = a["x"].new_full((21, d), 7.0), torch.empty(21, dtype=torch.int32, device=device)
     listed = torch.empty(25, dtype=torch.int32, device=device)
     heavy.start(listed, limit)
-    gather.gather(packed, a["x"], up, (a["down"].t().contiguous(), None), out, nnz, listed, False)
+    weights = Weights(a["gate"], a["gate_bias"], None, up, up_bias, a["down"].t().contiguous())
+    gather.gather(packed, a["x"], weights, None, out, nnz, listed, False)
     torch.testing.assert_close(out[light], want[light], rtol=tolerance, atol=tolerance)
     assert nnz.tolist() == counts.tolist() and listed[0] == (~light).sum()
     assert sorted(listed[4 : 4 + int(listed[0])].tolist()) == (~light).nonzero().flatten().tolist()

@@ -1,7 +1,6 @@
 """gemm.linear_pack, against the same in dense float64."""
 
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from gossamer import gemm, rowsparse
 from gossamer.rowsparse.linear_source import LinearSource
 from gossamer.testing import assert_close, assert_exact, dense64, random_rows
 from tests import strategies
+from tests.paths import matrix
 
 FORMATS: list[dict[str, Any]] = [
     {},
@@ -89,11 +89,7 @@ def test_the_library_multiplies_where_it_is_faster(
 
     monkeypatch.setattr(linear_pack_path, "INTERPRET", False)
     monkeypatch.setattr(tuning, "hopper", lambda _: True)
-    x, weight = (
-        SimpleNamespace(shape=shape, element_size=lambda: 2, device=torch.device("cuda", 99))
-        for shape in ((m, k), (n, k))
-    )
-    assert linear_pack_path.library_is_faster(x, weight) == library  # type: ignore[arg-type]
+    assert linear_pack_path.library_is_faster(matrix(m, k), matrix(n, k)) == library
 
 
 def test_programs_that_share_a_row_add_up_its_entries(device: torch.device, generator: torch.Generator) -> None:

@@ -246,8 +246,10 @@ def _compare(ours: nn.Module, reference: nn.Module, x: Tensor, mask: Tensor | No
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, and head_dim be even, got 3, 4 and 16"),
-        ({"head_dim": 7}, "head_dim be even, got 4, 4 and 7"),
+        ({"num_kv_heads": 3}, "num_kv_heads must divide num_heads, and head_dim be even .*, got 3, 4 and 16"),
+        ({"head_dim": 7}, "head_dim be even with rotary embeddings, got 4, 4 and 7"),
+        ({"head_dim": 0}, "head_dim must be at least 1, got 0"),
+        ({"num_heads": 5}, "num_heads must divide hidden_size where head_dim is None, got 5 and 64"),
         ({"d_indexer": 0}, "d_indexer must be at least 1, got 0"),
         ({"granularity": 2}, "granularity must be 1 or 4, got 2"),
         ({"indexer_activation": "tanh"}, "indexer_activation must be one of 'sigmoid', 'relu', got 'tanh'"),
@@ -257,7 +259,7 @@ def _compare(ours: nn.Module, reference: nn.Module, x: Tensor, mask: Tensor | No
 )
 def test_errors(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=f"nn.GatedSparseAttention: .*{message}"):
-        GatedSparseAttention(64, 4, **change)
+        GatedSparseAttention(**{"hidden_size": 64, "num_heads": 4, **change})
 
 
 def test_frequencies_of_a_module_in_16_bits_are_those_of_a_wide_one(device: torch.device) -> None:

@@ -1,8 +1,5 @@
 """The rule by which products of rows go dense, by what the host knows: measured cases of an H200, and monotony."""
 
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 import torch
 from hypothesis import given
@@ -15,14 +12,9 @@ from gossamer.rowsparse.matmul_path import (
     dense_is_faster,
     rows_at_once,
 )
+from tests.paths import matrix
 
 pytestmark = pytest.mark.usefixtures("h200")
-
-
-def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
-    """A stand-in for a tensor on a GPU, with the properties that the choice reads."""
-    sizes = {"shape": shape, "dim": lambda: len(shape), "element_size": lambda: dtype.itemsize}
-    return SimpleNamespace(is_cuda=True, device=torch.device("cuda", 99), **sizes)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +59,14 @@ def on_gpu(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Any:
 def test_choice(
     operator: str, m: int, n: int, d: int, slots: int, may_overflow: bool, dtype: torch.dtype, path: str
 ) -> None:
-    assert choose_path(m, m * slots, may_overflow, on_gpu(n, d, dtype=dtype)) == path, operator
+    assert choose_path(m, m * slots, may_overflow, matrix(n, d, dtype=dtype)) == path, operator
 
 
 @given(st.integers(0, 40000), st.integers(1, 131072), st.integers(0, 8192), st.booleans(), st.booleans(), st.data())
 def test_more_entries_never_go_back_to_gathering(
     m: int, n: int, d: int, half: bool, packed: bool, data: st.DataObject
 ) -> None:
-    weight = on_gpu(n, d, dtype=torch.bfloat16 if half else torch.float32)
+    weight = matrix(n, d, dtype=torch.bfloat16 if half else torch.float32)
     few, many = sorted(data.draw(st.tuples(st.floats(0, n), st.floats(0, n))))
     less, more = (dense_is_faster(m, n, d, nnz, weight, packed=packed) for nnz in (few, many))
     assert more >= less
@@ -86,7 +78,7 @@ def test_more_entries_never_go_back_to_gathering(
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 def test_break_even(kind: str, m: int, d: int) -> None:
     """No row or column divides by nothing; at the break-even gathering is ahead by more than half."""
-    weight = on_gpu(65536, d)
+    weight = matrix(65536, d)
     weight.device = torch.device(kind, 99)
     limit = break_even(m, 65536, d, weight)
     assert 32 <= limit <= 65536

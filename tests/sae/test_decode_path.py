@@ -1,21 +1,15 @@
 """sae.decode: what the host chooses by."""
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from gossamer import sae
 from gossamer.sae import decode_path
+from tests.paths import calls_of, matrix, matrix_on, number, ranges_of
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sae.md").read_text()
-SECTION = PAGE.partition("### The path of decode")[2].partition("\n## ")[0]
-LINES = [line for line in SECTION.splitlines() if line.startswith("|") and "`" in line]
-ROWS = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in LINES]
-CALLS = [row for row in ROWS if len(row) == 5]
+CALLS = calls_of("sae.md", "### The path of decode", 5)
 
 
 @pytest.mark.usefixtures("h200")
@@ -23,15 +17,12 @@ CALLS = [row for row in ROWS if len(row) == 5]
 def test_the_table_of_the_docs(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     rows, d_sae, device, gradient, path = row
     monkeypatch.setattr(decode_path, "INTERPRET", False)
-    kind = device.partition(",")[0].lower()
-    where = torch.device(kind, 99) if kind == "cuda" else torch.device(kind)
-    weight: Any = SimpleNamespace(device=where, is_cuda=kind == "cuda", element_size=lambda: 2)
-    m, n = (int(cell.replace(",", "")) for cell in (rows, d_sae))
-    assert decode_path.choose_path(m, n, 768, weight, keep=gradient == "yes") == path
+    m, n = number(rows), number(d_sae)
+    assert decode_path.choose_path(m, n, 768, matrix_on(device, n, 768), keep=gradient == "yes") == path
 
 
 def test_the_docs_name_every_path() -> None:
-    assert set(get_args(decode_path.Path)) == {row[4] for row in CALLS}
+    assert {row[-1] for row in CALLS} == set(get_args(decode_path.Path))
 
 
 def test_what_runs_is_named(device: torch.device, mode: str) -> None:
@@ -44,12 +35,10 @@ def test_what_runs_is_named(device: torch.device, mode: str) -> None:
     with torch.no_grad():
         for options in calls.values():
             sae.decode(acts, weight, **options)
-        with profile(activities=[ProfilerActivity.CPU]) as seen:
-            for options in calls.values():
-                sae.decode(acts, weight, **options)
-    names = {event.key for event in seen.key_averages() if "::sae.decode/" in event.key}
-    kept = set(calls) if mode != "cpu" else {"dense"}
-    assert names == {f"gossamer::sae.decode/{path}" for path in kept}
+        names = ranges_of(
+            "gossamer::sae.decode/", lambda: [sae.decode(acts, weight, **options) for options in calls.values()]
+        )
+    assert names == (set(calls) if mode != "cpu" else {"dense"})
 
 
 @pytest.mark.usefixtures("h200")
@@ -74,24 +63,23 @@ def test_what_runs_is_named(device: torch.device, mode: str) -> None:
     ],
 )
 def test_dense_where_looking_takes_as_long(m: int, n: int, d: int, dtype: torch.dtype, dense: bool) -> None:
-    weight: Any = SimpleNamespace(device=torch.device("cuda", 99), is_cuda=True, element_size=lambda: dtype.itemsize)
-    assert (decode_path.choose_path(m, n, d, weight) == "dense") == dense
+    assert (decode_path.choose_path(m, n, d, matrix(n, d, dtype=dtype)) == "dense") == dense
 
 
 @pytest.mark.usefixtures("h200")
 def test_slots_hold_rows_that_gather_faster_than_dense_tiles() -> None:
     """Rows of 108 entries took an H200 309 us in slots that hold them, 774 by dense tiles, and 345 by PyTorch."""
-    weight: Any = SimpleNamespace(device=torch.device("cuda", 99), is_cuda=True, element_size=lambda: 2)
     for keep in (False, True):
-        assert 2.5 * 108 < decode_path.slots_of(4096, 16384, 2304, weight, keep) < decode_path.MOST
+        slots = decode_path.slots_of(4096, 16384, 2304, matrix(16384, 2304), keep)
+        assert 2.5 * 108 < slots < decode_path.MOST
 
 
 @pytest.mark.usefixtures("h200")
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("n", [16384, 65536])
-def test_slots_of_a_backward_pass_are_small_beside_the_latents(n: int, size: int) -> None:
+def test_slots_of_a_backward_pass_are_small_beside_the_latents(n: int, dtype: torch.dtype) -> None:
     """Values, columns, and the keys and columns of the transposition: less than a fifth of the bytes of the latents."""
-    weight: Any = SimpleNamespace(device=torch.device("cuda", 99), is_cuda=True, element_size=lambda: size)
+    weight, size = matrix(n, 2304, dtype=dtype), dtype.itemsize
     slots = decode_path.slots_of(4096, n, 2304, weight, True)
     assert slots > 300 and slots * (size + 4 + 8 + 4) < n * size / 5
     # Where slots are few in all, memory limits none.

@@ -1,6 +1,5 @@
 """The path of a layer's latents, packed or dense, and with how many slots: by what earlier calls have shown."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,17 +9,14 @@ from gossamer.rowsparse import Density, DensityTracker
 from gossamer.rowsparse.matmul_path import break_even
 from gossamer.rowsparse.pack import default_capacity
 from gossamer.sae.encode_dense import again, choose_path, most_slots, slots
+from tests.paths import matrix
 
 M, D, N = 4096, 2304, 65536
 
 
-def weight_on(kind: str) -> Any:
-    return SimpleNamespace(shape=(N, D), is_cuda=kind == "cuda", device=torch.device(kind, 99), element_size=lambda: 2)
-
-
 def path_by(known: Density | None, kind: str = "cuda", **options: Any) -> str:
     """The path by these statistics."""
-    return choose_path(known, M, weight_on(kind), **({"expected": None, "training": True} | options))
+    return choose_path(known, M, matrix(N, D, kind=kind), **({"expected": None, "training": True} | options))
 
 
 def counted(counts: torch.Tensor) -> Density:
@@ -42,7 +38,7 @@ def spread(mean: float, deviation: float) -> Density:
 
 @pytest.mark.usefixtures("h200")
 def test_the_mean_decides_while_rows_fit() -> None:
-    limit = break_even(M, N, D, weight_on("cuda"))
+    limit = break_even(M, N, D, matrix(N, D))
     assert 200 < limit < 1000
     for factor, wanted in ((0.9, "sparse"), (1.1, "dense")):
         assert path_by(spread(factor * limit, 0.3)) == wanted

@@ -1,55 +1,35 @@
 """The path of a call of sae.encode: by the rules, by the table of docs/sae.md, and by what runs."""
 
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from gossamer import sae
 from gossamer._core import tuning
 from gossamer.sae import encode_path
 from gossamer.sae.encode_path import choose_path
+from tests.paths import calls_of, matrix, matrix_on, number, ranges_of
 from tests.sae.dense import valued
 
-PAGE = (Path(__file__).parents[2] / "docs" / "sae.md").read_text()
-SECTION = PAGE.partition("## The path of encode")[2].partition("\n## ")[0]
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in SECTION.splitlines() if line.startswith("|")]
-CALLS = [row for row in ROWS if len(row) == 7 and row[1].replace(",", "").isdigit()]
-
-
-def number(cell: str) -> int:
-    return int(cell.replace(",", ""))
-
-
-def weight_of(d_sae: int, dtype: torch.dtype, device: str) -> Any:
-    """What is asked of a weight [2,304, d_sae]."""
-    where = torch.device(device, 0) if device == "cuda" else torch.device(device)
-    return SimpleNamespace(
-        shape=(2304, d_sae), device=where, is_cuda=device == "cuda", element_size=lambda: dtype.itemsize
-    )
+CALLS = calls_of("sae.md", "## The path of encode", 7)
 
 
 @pytest.mark.native
 @pytest.mark.parametrize("row", CALLS, ids=" ".join)
 def test_the_table_of_the_docs(row: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     activation, rows, d_sae, slots, device, gradient, path = row
-    name, _, k = activation.strip("`").partition(", k ")
+    name, _, k = activation.partition(", k ")
     monkeypatch.setattr(tuning, "hopper", lambda device: device.type == "cuda" and "Hopper" in row[4])
     monkeypatch.setattr(encode_path, "INTERPRET", False)
-    weight = weight_of(
-        number(d_sae), torch.float32 if "float32" in device else torch.bfloat16, device.partition(",")[0].lower()
-    )
     capacity = number(slots) if gradient == "no" and slots != "exact" else None
-    chosen = choose_path(name, number(rows), int(k or 0), weight, capacity)
-    assert f"`{chosen}`" == path
+    weight = matrix_on(device, 2304, number(d_sae))
+    assert choose_path(name, number(rows), int(k or 0), weight, capacity) == path
 
 
 @pytest.mark.native
 def test_the_docs_name_every_path() -> None:
-    assert {row[6].strip("`") for row in CALLS} == set(get_args(encode_path.Path))
+    assert {row[-1] for row in CALLS} == set(get_args(encode_path.Path))
 
 
 def test_what_runs_is_named(device: torch.device, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,20 +43,17 @@ def test_what_runs_is_named(device: torch.device, mode: str, monkeypatch: pytest
         "groups": valued("groupmax", k=4),
     }
     ranges = {} if mode == "cpu" else calls
-    with profile(activities=[ProfilerActivity.CPU]) as seen:
-        for options in ranges.values():
-            sae.encode(x, W, **options)
-        monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
-        sae.encode(x, torch.randn(8, 304, device=device), capacity=19)
     prefix = "gossamer::sae.encode/"
-    names = {event.key.removeprefix(prefix) for event in seen.key_averages() if event.key.startswith(prefix)}
-    assert names == {*ranges, "tiles"}
+    assert ranges_of(prefix, lambda: [sae.encode(x, W, **options) for options in ranges.values()]) == {*ranges}
+    monkeypatch.setattr(encode_path, "packs_in_product", lambda m, weight: True)
+    wide = torch.randn(8, 304, device=device)
+    assert ranges_of(prefix, lambda: sae.encode(x, wide, capacity=19)) == {"tiles"}
 
 
 def test_rows_lie_as_kernels_load_them() -> None:
     """Numbers from one row to the next, on a GPU and on a CPU."""
-    gpu, cpu = (SimpleNamespace(is_cuda=where) for where in (True, False))
+    gpu, cpu = (matrix(1, 1, kind=kind) for kind in ("cuda", "cpu"))
     sizes = ((1087, 52567, 52576), (4096, 65536, 65536), (1, 32767, 32767), (1, 32769, 32784), (3, 0, 0))
     for m, n, stride in sizes:
-        assert encode_path.row_stride(m, n, gpu) == stride  # type: ignore[arg-type]
-        assert encode_path.row_stride(m, n, cpu) == (stride if encode_path.INTERPRET else n)  # type: ignore[arg-type]
+        assert encode_path.row_stride(m, n, gpu) == stride
+        assert encode_path.row_stride(m, n, cpu) == (stride if encode_path.INTERPRET else n)

@@ -1,17 +1,9 @@
 """Runs: what is learnt, and that a run that was stopped goes on as if it had not been."""
 
-import errno
 import json
 import math
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,15 +12,13 @@ from safetensors.torch import load_file
 from gossamer import train
 from gossamer.train import Config, Corpus, Run, checkpoint, loop
 from tests.train.corpora import write_corpus
-from tests.train.stopping import Stopped, stop
+from tests.train.stopping import Stopped, curve, fill_disk, harm, killed, stop
 
 pytestmark = pytest.mark.native
-ROOT = Path(__file__).parents[2]
 SMALL = Config(
     layers=2, hidden=32, intermediate=44, heads=2, vocabulary=64, length=16, batch=4, micro_batch=2, steps=12, lr=1e-2,
     warmup=2, l1=0.05, reinitialize=0.1,
 )  # fmt: skip
-TIMES = ("tokens/s", "peak_bytes")
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +26,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
     folder = tmp_path_factory.mktemp("corpus")
     write_corpus(folder, tokens=6000, vocabulary=64)
     return Corpus(folder)
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key not in TIMES} for record in records]
 
 
 def weights(folder: Path) -> dict[str, bytes]:
@@ -109,43 +94,25 @@ run.train()
 """
 
 
-def child(config: Config, corpus: Corpus, folder: Path) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "src")}
-    command = [sys.executable, "-c", CHILD, repr(vars(config)), str(corpus.folder), str(folder)]
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-
-
 @pytest.mark.full
 def test_killed_at_random_moments_it_gives_the_same_curve(corpus: Corpus, tmp_path: Path) -> None:
-    config, moments = replace(SMALL, steps=40), random.Random(0)
-    assert child(config, corpus, tmp_path / "whole").wait() == 0
-    killed = 0
-    while True:
-        process = child(config, corpus, tmp_path / "killed")
-        assert process.stdout is not None and process.stdout.readline() == b"began\n"
-        time.sleep(moments.uniform(0, 0.6))
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
-        if process.returncode == 0:
-            break
-        if killed == 12:
-            assert child(config, corpus, tmp_path / "killed").wait() == 0
-            break
-    assert killed > 2
+    def run(folder: str, times: int) -> int:
+        config = vars(replace(SMALL, steps=40))
+        return killed(CHILD, config, corpus.folder, tmp_path / folder, times=times, longest=0.6)
+
+    assert run("whole", 0) == 0 and run("killed", 12) > 2
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     assert weights(tmp_path / "killed") == weights(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("harm", ["truncated", "changed", "empty"])
-def test_a_broken_checkpoint_is_named_and_the_older_one_is_good(corpus: Corpus, tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize("how", ["truncated", "changed", "empty"])
+def test_a_broken_checkpoint_is_named_and_the_older_one_is_good(corpus: Corpus, tmp_path: Path, how: str) -> None:
     Run(SMALL, corpus, tmp_path / "whole", checkpoint_every=4).train()
     run = Run(SMALL, corpus, tmp_path / "run", checkpoint_every=4)
     run.train()
     files = [file for _, file in checkpoint.found(tmp_path / "run" / "checkpoints")]
     assert [file.name for file in files] == ["step-00000008.safetensors", "step-00000012.safetensors"]
-    content = bytearray(files[1].read_bytes())
-    content[-5] ^= 1
-    files[1].write_bytes({"truncated": content[:-100], "changed": content, "empty": b""}[harm])
+    harm(files[1], how)
     with pytest.raises(ValueError, match=r"step-00000012.* is corrupt or truncated.*Remove it.*step-00000008"):
         Run(SMALL, corpus, tmp_path / "run")
     files[1].unlink()
@@ -158,20 +125,12 @@ def test_a_broken_checkpoint_is_named_and_the_older_one_is_good(corpus: Corpus, 
 def test_a_full_disk_leaves_the_older_checkpoint(
     corpus: Corpus, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept = checkpoint.save_file
-
-    def full(tensors: Any, path: Path, metadata: dict[str, str]) -> None:
-        if metadata["step"] == "8":
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        kept(tensors, path, metadata)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    fill_disk(monkeypatch, 8)
     with pytest.raises(OSError, match=r"step-00000008.safetensors could not be written: No space left on device"):
         Run(SMALL, corpus, tmp_path, checkpoint_every=4).train()
     assert [step for step, _ in checkpoint.found(tmp_path / "checkpoints")] == [4]
     assert not list((tmp_path / "checkpoints").glob(".*"))
-    monkeypatch.setattr(checkpoint, "save_file", kept)
+    monkeypatch.undo()
     run = Run(SMALL, corpus, tmp_path, checkpoint_every=4)
     assert run.step == 4
     run.train()

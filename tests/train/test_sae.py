@@ -1,13 +1,8 @@
 """Runs of autoencoders: that they learn, go on to the bit, and leave files that SAELens reads."""
 
-import errno
 import json
 import math
 import os
-import random
-import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -25,7 +20,7 @@ from gossamer import nn
 from gossamer.extract.source import Source
 from gossamer.train import SAEConfig, SAERun, checkpoint, evaluate_sae
 from gossamer.train.sae import KINDS, in_units_of_x
-from tests.train.stopping import Stopped, stop
+from tests.train.stopping import Stopped, curve, fill_disk, harm, killed, stop
 
 pytestmark = pytest.mark.native
 ROOT = Path(__file__).parents[2]
@@ -43,11 +38,6 @@ def rows(count: int = 700, scale: float = 3.0, seed: int = 0) -> Tensor:
     atoms = torch.nn.functional.normalize(torch.randn(24, 12, generator=torch.Generator().manual_seed(9)))
     which = torch.rand(count, 24, generator=generator).topk(4).indices
     return (torch.zeros(count, 24).scatter(1, which, 1 + torch.rand(count, 4, generator=generator)) @ atoms + 1) * scale
-
-
-def curve(folder: Path) -> list[dict[str, Any]]:
-    records = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{key: value for key, value in record.items() if key != "tokens/s"} for record in records]
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -111,23 +101,12 @@ run.train()
 
 
 @pytest.mark.full
-def test_killed_five_times_it_is_the_run_that_was_not(tmp_path: Path) -> None:
-    config, moments = replace(kind("batchtopk"), steps=200), random.Random(0)
+def test_killed_again_and_again_it_is_the_run_that_was_not(tmp_path: Path) -> None:
+    def start(folder: str, times: int) -> int:
+        config = vars(replace(kind("batchtopk"), steps=200))
+        return killed(CHILD, config, tmp_path / folder, times=times, longest=0.4)
 
-    def child(folder: Path) -> subprocess.Popen[bytes]:
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'src'}:{ROOT}"}
-        command = [sys.executable, "-c", CHILD, repr(vars(config)), str(folder)]
-        return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-
-    assert child(tmp_path / "whole").wait() == 0
-    killed = 0
-    while killed < 5:
-        process = child(tmp_path / "killed")
-        assert process.stdout is not None and process.stdout.readline() == b"began\n"
-        time.sleep(moments.uniform(0, 0.4))
-        process.send_signal(signal.SIGKILL)
-        killed += process.wait() == -signal.SIGKILL
-    assert child(tmp_path / "killed").wait() == 0
+    assert start("whole", 0) == 0 and start("killed", 5) > 2
     assert curve(tmp_path / "killed") == curve(tmp_path / "whole")
     assert files(tmp_path / "killed") == files(tmp_path / "whole")
 
@@ -203,14 +182,12 @@ def test_sources_give_the_same_rows_and_an_epoch_gives_each_once(tmp_path: Path)
         run(replace(config, steps=50), iter(x.split(33)), tmp_path / "short").train()
 
 
-@pytest.mark.parametrize("harm", ["truncated", "changed", "empty"])
-def test_a_broken_checkpoint_is_named_and_the_older_one_is_good(tmp_path: Path, harm: str) -> None:
+@pytest.mark.parametrize("how", ["truncated", "changed", "empty"])
+def test_a_broken_checkpoint_is_named_and_the_older_one_is_good(tmp_path: Path, how: str) -> None:
     run(SMALL, rows(), tmp_path / "whole").train()
     run(SMALL, rows(), tmp_path / "run").train()
     file = checkpoint.found(tmp_path / "run" / "checkpoints")[-1][1]
-    content = bytearray(file.read_bytes())
-    content[-5] ^= 1
-    file.write_bytes({"truncated": content[:-100], "changed": content, "empty": b""}[harm])
+    harm(file, how)
     with pytest.raises(ValueError, match=r"step-00000060.* is corrupt or truncated.*Remove it.*step-00000045"):
         run(SMALL, rows(), tmp_path / "run")
     file.unlink()
@@ -219,15 +196,7 @@ def test_a_broken_checkpoint_is_named_and_the_older_one_is_good(tmp_path: Path, 
 
 
 def test_a_full_disk_leaves_the_older_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = checkpoint.save_file
-
-    def full(tensors: Any, path: Path, metadata: dict[str, str]) -> None:
-        if metadata["step"] == "30":
-            path.write_bytes(b"half")
-            raise OSError(errno.ENOSPC, "No space left on device")
-        kept(tensors, path, metadata)
-
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    fill_disk(monkeypatch, 30)
     with pytest.raises(OSError, match=r"step-00000030.safetensors could not be written: No space left on device"):
         run(SMALL, rows(), tmp_path).train()
     assert [step for step, _ in checkpoint.found(tmp_path / "checkpoints")] == [15]

@@ -32,19 +32,27 @@ EMPTY = {"cuda": _guards._empty_strided_cuda, "cpu": _guards._empty_strided_cpu}
 """Allocate (shape, strides, dtype) on the current device, in half the time of `torch.empty_strided`."""
 
 _aten = torch.ops.aten
-_EMPTY = {_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default}
-_EMPTY |= {_aten.new_empty.default, _aten.new_empty_strided.default}
-_ZEROS = {_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default}
-_COPIES = {_aten.clone.default, _aten._to_copy.default}
+_EMPTIES: tuple[Any, ...] = (_aten.empty.memory_format, _aten.empty_strided.default, _aten.empty_like.default)
+_EMPTIES += (_aten.new_empty.default, _aten.new_empty_strided.default)
+_ZEROS = (_aten.zeros.default, _aten.zeros_like.default, _aten.new_zeros.default)
+_MAKES: dict[Any, tuple[Callable[..., Any] | None, int]] = {
+    **dict.fromkeys(_EMPTIES, (None, 0)),
+    **dict.fromkeys(_ZEROS, (Tensor.zero_, 0)),
+    **dict.fromkeys((_aten.clone.default, _aten._to_copy.default), (Tensor.copy_, 1)),
+    _aten.sub.Tensor: (lambda out, a, b: torch.sub(a, b, out=out), 2),
+    _aten.cumsum.default: (lambda out, x, dim: torch.cumsum(x, dim, dtype=out.dtype, out=out), 2),
+}
+"""Steps by PyTorch that make a tensor, the functions that write it again, and how many of the arguments these take."""
 _WRITES: dict[Any, Callable[..., Any]] = {
     _aten.copy_.default: Tensor.copy_,
     _aten.zero_.default: Tensor.zero_,
     _aten.fill_.Scalar: Tensor.fill_,
     _aten.add_.Tensor: Tensor.add_,
+    _aten.mul_.Tensor: Tensor.mul_,
     _aten.mm.out: lambda a, b, out: torch.mm(a, b, out=out),
     _aten.addmm.out: lambda bias, a, b, out: torch.addmm(bias, a, b, out=out),
 }
-"""Steps by PyTorch, and the functions that repeat them."""
+"""Steps that write where they are told, and the functions that repeat them."""
 _MOST_BYTES = 1 << 26
 """Of allocations that are no results. A recording holds them all until it ends, where a launcher may use memory again;
 and calls that need more take the device longer than the host."""
@@ -109,19 +117,18 @@ class Recorder(TorchDispatchMode):
         made = function(*args, **kwargs)
         if not self.complete:
             return made
-        if function in _EMPTY or function in _ZEROS or function in _COPIES:
+        if function in _MAKES and "alpha" not in kwargs:
             self._bytes += made.nbytes
             if made.device != self._device or self._bytes > 4 * _MOST_BYTES:
                 self.refuse()
                 return made
             self.keep(made, EMPTY[self._device.type], tuple(made.shape), made.stride(), made.dtype, owned=True)
-        if function in _COPIES:
-            self._write(Tensor.copy_, made, args[0])
-        elif function in _ZEROS:
-            self._write(Tensor.zero_, made)
+            write, count = _MAKES[function]
+            if write is not None:
+                self._write(write, made, *args[:count])
         elif function in _WRITES and not kwargs.keys() - {"out"}:
             self._write(_WRITES[function], *args, *kwargs.values())
-        elif function not in _EMPTY and not function.is_view:
+        elif not function.is_view:
             self.refuse()
         return made
 
@@ -166,8 +173,8 @@ class Recorder(TorchDispatchMode):
             place, offset = self._place_of(arg.base)
             if offset or INTERPRET:
                 self.refuse()
-            like = (type(arg), {**vars(arg), "base": None})
-            self.computed.objects.append((self._extra(), place, _descriptor, like))
+            kind = (type(arg), {**vars(arg), "base": None})
+            self.computed.objects.append((self._extra(), place, _descriptor, kind))
         elif isinstance(arg, tuple):
             self.refuse()
         else:
@@ -195,34 +202,37 @@ class Recorder(TorchDispatchMode):
         made: list[Any] = [each[1:] for each in self.memory if each.maker is not None]
         steps = [place for place, each in enumerate(self.memory) if each.maker is not None]
         between = sum(each.tensor.nbytes for each in self.memory if each.owned and each.tensor is not None)
-        places: list[int] = []
+        returned: dict[int, Any] = {}
         for result in (results,) if isinstance(results, Tensor) else results or ():
             place, offset = self._place_of(result) if self.complete else (-1, 0)
             whole = self.memory[place] if place >= 0 else Memory(None)
-            if offset or not whole.owned or place in places or whole.tensor is None:
+            if offset or not whole.owned or place in returned or whole.tensor is None:
                 return None
-            if whole.tensor.nbytes != result.nbytes or whole.tensor.dtype is not result.dtype:
+            if whole.tensor.dtype is not result.dtype:
                 return None
-            made[steps.index(place)] = whole.maker, (tuple(result.shape), result.stride(), result.dtype), True
-            places.append(place)
-            between -= result.nbytes
+            like = tuple(result.shape), result.stride()
+            if whole.tensor.nbytes == result.nbytes:
+                made[steps.index(place)], like = (whole.maker, (*like, result.dtype), True), None
+            returned[place] = like
+            between -= whole.tensor.nbytes
         if not self.complete or between > _MOST_BYTES:
             return None
         launches = [(run, itemgetter(*picked)) for run, picked in self.launches]
-        return Recording(self._device, made, self.extras[::-1], self.computed, launches, places, type(results))
+        return Recording(self._device, made, self.extras[::-1], self.computed, launches, returned, type(results))
 
 
 class Recording:
     """The allocations and launches of a call."""
 
-    __slots__ = ("_computed", "_device", "_extras", "_launches", "_made", "_places", "_returns", "_shares")
+    __slots__ = ("_computed", "_device", "_extras", "_kind", "_launches", "_made", "_returned", "_shares")
 
     def __init__(
-        self, device: torch.device, made: Any, extras: list[Any], computed: Computed, launches: Any, places: list[int],
-        returns: type,
+        self, device: torch.device, made: Any, extras: list[Any], computed: Computed, launches: Any,
+        returned: dict[int, Any], kind: type,
     ) -> None:  # fmt: skip
         self._device, self._made, self._extras, self._computed = device, made, extras, computed
-        self._launches, self._places, self._returns = launches, places, returns
+        # By the places of results: None, or the shape and strides of a view.
+        self._launches, self._returned, self._kind = launches, returned, kind
         self._shares = not all(owned for _, _, owned in made)
 
     def __call__(self, memory: list[Any], pointers: list[Any]) -> Any:
@@ -245,9 +255,12 @@ class Recording:
             values[at] = next_epoch()
         for run, pick in self._launches:
             run(*pick(values))
-        if self._returns is Tensor:
-            return memory[self._places[0]]
-        return None if self._returns is NoneType else tuple([memory[place] for place in self._places])
+        results = [
+            memory[place] if like is None else memory[place].as_strided(*like) for place, like in self._returned.items()
+        ]
+        if self._kind is Tensor:
+            return results[0]
+        return None if self._kind is NoneType else tuple(results)
 
 
 class Repeated:
@@ -352,6 +365,6 @@ def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides
 
 def _descriptor(x: Tensor, kind: type, fields: dict[str, Any]) -> Any:
     """A tensor descriptor like one that is known, of other memory."""
-    descriptor = object.__new__(kind)
+    descriptor: Any = object.__new__(kind)
     descriptor.__dict__.update(fields, base=x)
     return descriptor

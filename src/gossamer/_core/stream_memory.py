@@ -27,7 +27,7 @@ def shared_stream(device: torch.device) -> int | None:
     """The stream whose launches share memory; None where memory that is allocated now may not outlive the call, because
     it comes from the pool of a CUDA graph: during capture, and in the eager run with which Inductor warms up for its
     own graphs."""
-    index = device.index
+    index: int | None = device.index
     if index is None:  # the CPU, of the interpreter
         return None
     if index != torch._C._cuda_getDevice():

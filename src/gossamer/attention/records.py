@@ -119,7 +119,8 @@ class SparseAttention(NamedTuple):
 
 
 class SparseAttentionBwd(NamedTuple):
-    """Gradients of q, k and v."""
+    """Gradients of q, k and v, `[0]` unless `attended`, and straight through the selection those of q_idx, k_idx, w and
+    bias, `[0]` without an indexer."""
 
     grad: Strided
     grad_lse: Tensor | None
@@ -135,6 +136,13 @@ class SparseAttentionBwd(NamedTuple):
     path: str
     drop: int
     seed: Tensor | None
+    q_idx: Tensor | None = None
+    k_idx: Tensor | None = None
+    w: Tensor | None = None
+    bias: Tensor | None = None
+    scale_idx: float = 1.0
+    activation: str = "sigmoid"
+    attended: bool = True
 
 
 class IndexerLoss(NamedTuple):
@@ -153,35 +161,3 @@ class IndexerLoss(NamedTuple):
     scale_idx: float
     causal: bool
     activation: str
-
-    @property
-    def indexer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.q_idx, self.k_idx, self.w, self.bias
-
-
-class StraightThrough(NamedTuple):
-    """Gradients of q_idx, k_idx, w and bias."""
-
-    grad: Strided
-    grad_lse: Tensor | None
-    q: Strided
-    k: Tensor
-    v: Tensor
-    out: Strided
-    lse: Tensor
-    q_idx: Tensor
-    k_idx: Tensor
-    w: Tensor
-    bias: Tensor
-    words: Tensor
-    lengths: Tensor | None
-    scale: float
-    scale_idx: float
-    causal: bool
-    drop: int
-    seed: Tensor | None
-    activation: str
-
-    @property
-    def indexer(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return self.q_idx, self.k_idx, self.w, self.bias

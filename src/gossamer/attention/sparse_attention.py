@@ -11,10 +11,10 @@ from gossamer._core.calls import Checked, key_of
 from gossamer._core.dropout import settled
 from gossamer._core.operator import register
 from gossamer._core.ops import needs_gradient
-from gossamer.attention._torch import indexer_loss as _indexer
 from gossamer.attention._torch import sparse_attention as _cpu
+from gossamer.attention._torch import sparse_attention_bwd as _cpu_bwd
 from gossamer.attention.indexer_scores import IndexerActivation, check_activation, check_inputs, scale_of
-from gossamer.attention.records import SparseAttention, SparseAttentionBwd, StraightThrough
+from gossamer.attention.records import SparseAttention, SparseAttentionBwd
 from gossamer.attention.selection import Selection
 
 IndexerInputs = tuple[Tensor, Tensor, Tensor, Tensor]
@@ -297,19 +297,19 @@ def _backward(call: SparseAttention, kept: Any, grads: Any, needs: Any) -> Mappi
     grad, grad_lse = grads
     if grad is None:
         grad = torch.zeros_like(out)
-    drop = call.drop, call.seed
-    attended = (grad, grad_lse, call.q, call.k, call.v, out, lse)
-    selected = (call.words, call.lengths, call.scale)
-    made: dict[str, Tensor | None] = {}
-    if needs.q or needs.k or needs.v:
-        steps = _sparse_attention_bwd(SparseAttentionBwd(*attended, *selected, call.causal, call.path, *drop))
-        made.update(zip("qkv", steps))
-    if needs.q_idx or needs.k_idx or needs.w or needs.bias:
-        indexer = cast(IndexerInputs, (call.q_idx, call.k_idx, call.w, call.bias))
-        scored = (*attended, *indexer, *selected, call.scale_idx, call.causal, *drop)
-        steps = _straight_through(StraightThrough(*scored, activation=call.activation))
-        made.update(zip(("q_idx", "k_idx", "w", "bias"), steps))
-    return {name: grad for name, grad in made.items() if getattr(needs, name)}
+    given = (grad, grad_lse, call.q, call.k, call.v, out, lse, call.words, call.lengths, call.scale, call.causal)
+    indexed = needs.q_idx or needs.k_idx or needs.w or needs.bias
+    indexer = (call.q_idx, call.k_idx, call.w, call.bias) if indexed else (None,) * 4
+    options = (call.scale_idx, call.activation, needs.q or needs.k or needs.v)
+    made = _sparse_attention_bwd(SparseAttentionBwd(*given, call.path, call.drop, call.seed, *indexer, *options))
+    names = ("q", "k", "v", "q_idx", "k_idx", "w", "bias")
+    return {name: grad for name, grad in zip(names, made) if getattr(needs, name)}
+
+
+def _fake_bwd(call: SparseAttentionBwd) -> tuple[Tensor, ...]:
+    attended = (call.q, call.k, call.v) if call.attended else (None,) * 3
+    parts = (*attended, call.q_idx, call.k_idx, call.w, call.bias)
+    return tuple(call.q.new_empty(0) if x is None else x.new_empty(x.shape) for x in parts)
 
 
 @register(
@@ -332,8 +332,8 @@ def sparse_attention_operator() -> Any:
 
 @register(
     SparseAttentionBwd,
-    cpu=_cpu.sparse_attention_bwd,
-    fake=lambda call: tuple(x.new_empty(x.shape) for x in (call.q, call.k, call.v)),
+    cpu=_cpu_bwd.sparse_attention_bwd,
+    fake=_fake_bwd,
     once_differentiable=OPERATOR,
     repeats=True,
 )
@@ -341,15 +341,3 @@ def _sparse_attention_bwd() -> Any:
     from gossamer.attention._triton.sparse_attention_bwd import sparse_attention_bwd
 
     return sparse_attention_bwd
-
-
-@register(
-    StraightThrough,
-    cpu=_indexer.straight_through,
-    fake=lambda call: tuple(x.new_empty(x.shape) for x in call.indexer),
-    once_differentiable=OPERATOR,
-)
-def _straight_through() -> Any:
-    from gossamer.attention._triton.indexer_loss import straight_through
-
-    return straight_through

@@ -16,7 +16,7 @@ from gossamer._core.ops import INTERPRET, refuse_second
 from gossamer.blocksparse._torch import gather as _gather_cpu
 from gossamer.blocksparse._torch import scatter_reduce as _scatter_cpu
 from gossamer.blocksparse.layout import Layout
-from gossamer.blocksparse.lists import Form, Lists
+from gossamer.blocksparse.lists import Form
 from gossamer.blocksparse.records import BlocksparseGather, BlocksparseGatherReach, BlocksparseScatterReduce, Direction
 from gossamer.blocksparse.tensor import BlockSparseTensor, check_blocks
 
@@ -70,21 +70,6 @@ class Indexed:
     def count(self) -> Tensor:
         """int32 blocks of the layout: how many indices point at each element."""
         return self.scatter(None, None, "sum", True, torch.int32)
-
-    def order(self) -> Tensor:
-        """int32 blocks of index's layout: each element's place along the dimension, from 1 on."""
-        _, _, buffer, form, (axis, inner, d_index, _) = self.at
-        names, device = Lists(buffer, form), self.index.device
-        _, grid_rows, _, height, width, *_ = names.form
-        rows, grid_rows = names.row_indices, max(grid_rows, 1)
-        if axis == 0:
-            # Sizes of 0 have no blocks, but a slot that is nobody's.
-            place = (rows // max(grid_rows * inner, 1) % max(d_index, 1))[:, None, None]
-        elif axis == 1:
-            place = ((rows % grid_rows * height)[:, None] + torch.arange(height, device=device))[:, :, None]
-        else:
-            place = ((names.col_indices * width)[:, None] + torch.arange(width, device=device))[:, None, :]
-        return (place + 1).int().expand(self.index.shape)
 
 
 def indexed(operator: str, layout: Layout, dim: int, index: BlockSparseTensor) -> Indexed:
@@ -198,9 +183,10 @@ def _scatter_backward(call: BlocksparseScatterReduce, kept: Any, grads: Any, nee
 
 def _last_backward(back: Indexed, grad: Tensor) -> tuple[Tensor, Tensor]:
     """Each element's gradient goes to the one entry that it was taken from."""
-    order = back.order()
-    last = back.scatter(None, order, "amax", True, torch.int32)
-    return torch.where(last == 0, grad, 0), torch.where(back.gather(last) == order, back.gather(grad), 0)
+    dtype = torch.int32 if back.index.numel() < 1 << 31 else torch.int64
+    number = torch.arange(1, back.index.numel() + 1, dtype=dtype, device=grad.device).view(back.index.shape)
+    last = back.scatter(None, number, "last", True, dtype)
+    return torch.where(last == 0, grad, 0), torch.where(back.gather(last) == number, back.gather(grad), 0)
 
 
 def _extremum_backward(

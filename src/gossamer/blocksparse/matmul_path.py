@@ -42,6 +42,9 @@ LISTED = {64: 0.55, 128: 0.95}
 """How fast present blocks of a size are multiplied, of the speed with which all are."""
 STRIPPED = {64: 0.51, 128: 0.95}
 """The same of strips of present blocks of the result, wave for wave of programs."""
+PRESENT, FILLING = 1.7, 0.75
+"""The time that the kernel for every GPU takes with blocks of 64 of the result of a dense right operand, of the time
+with which Hopper's multiplies every block: for each share of the products, and for one wave of programs."""
 BAND = {64: 64, 128: 32}
 """Block rows in a band, 4,096 rows: the more of them share columns of B, the less often these are read again."""
 LEAST_BAND = 16
@@ -186,8 +189,9 @@ def choose_walk(
 ) -> Walk | None:
     """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
     less of the GPU's speed, and may need another wave of programs where there are few tiles. None where the kernel of
-    `_triton` is faster: for pairs of two block-sparse operands, and for present blocks of 64 of large products in 16
-    bits. `size` is the bytes of an element, `programs` the number that the GPU holds at once."""
+    `_triton` is faster: for pairs of two block-sparse operands, for present blocks of 64 of large products in 16 bits,
+    and for blocks of 64 of the result of a dense right operand. `size` is the bytes of an element, `programs` the
+    number that the GPU holds at once."""
     of_a, of_b, of_out = densities
     a, out = 1.0 if of_a is None else of_a, 1.0 if of_out is None else of_out
     present = a * out
@@ -208,6 +212,8 @@ def choose_walk(
         if waves < all_waves and block[0] == 64 and size == 2 and math.prod(sizes) >= LARGE:
             return None
         return Walk(block[0], True, False, BAND[block[0]]) if waves < all_waves else every
+    if of_b is None and block[0] == 64:
+        return None if PRESENT * present + FILLING / all_waves < 1 else every
     # A row of blocks ends within a strip, half a strip before its end in the mean.
     width = ACROSS // block[2]
     tiles = z * down * min(float(across), out * -(-n // block[2]) / width + 0.5 - 0.5 / width)

@@ -149,7 +149,7 @@ class _GatedMLP(torch.autograd.Function):
         return *found.values(), grad_down, grad_bias, None, None
 
 
-@register(GatedMlpBwd, cpu=_cpu, fake=lambda call: torch.empty_like(call.gate))
+@register(GatedMlpBwd, cpu=_cpu, fake=lambda call: torch.empty_like(call.gate), repeats=True)
 def _gated_mlp_bwd() -> Any:
     from gossamer.gemm._triton.linear_glu import gated_mlp_bwd
 

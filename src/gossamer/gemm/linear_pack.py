@@ -143,6 +143,7 @@ def _backward(call: LinearPack, kept: Any, grads: Any, needs: Any) -> dict[str, 
     saved=("x", "weight", "bias"),
     keep=lambda call, results: (*results[1:], results[0] if call.squared else None),
     differentiable=1,
+    repeats=True,
 )
 def linear_pack_operator() -> Any:
     from gossamer.gemm._triton.linear_pack import linear_pack

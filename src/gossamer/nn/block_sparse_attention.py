@@ -12,9 +12,8 @@ from gossamer import blocksparse
 from gossamer._core import checks
 from gossamer.attention.rotary_gates import rotary_gates
 from gossamer.blocksparse import Layout, Relative
-from gossamer.nn.gated_sparse_attention import RotaryEmbedding
 from gossamer.nn.plain import why_called
-from gossamer.nn.rotary_embedding import check_positions
+from gossamer.nn.rotary_embedding import RotaryEmbedding, check_positions, size_of_heads
 
 OPERATOR = "nn.BlockSparseAttention"
 
@@ -77,21 +76,8 @@ class BlockSparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        for name, size in {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}.items():
-            checks.positive(OPERATOR, name, size, "It is a size.")
-        if head_dim is None:
-            if hidden_size % num_heads:
-                raise ValueError(
-                    f"{OPERATOR}: num_heads must divide hidden_size where head_dim is None, got {num_heads} and "
-                    f"{hidden_size}."
-                )
-            head_dim = hidden_size // num_heads
-        checks.positive(OPERATOR, "head_dim", head_dim, "None takes hidden_size // num_heads.")
-        if num_heads % num_kv_heads or (rope_theta is not None and head_dim % 2):
-            raise ValueError(
-                f"{OPERATOR}: num_kv_heads must divide num_heads, and head_dim be even with rotary embeddings, got "
-                f"{num_kv_heads}, {num_heads} and {head_dim}."
-            )
+        rotary = rope_theta is not None
+        head_dim = size_of_heads(OPERATOR, hidden_size, num_heads, num_kv_heads, head_dim, rotary)
         if not (layout is None or isinstance(layout, Layout) or callable(layout)):
             raise TypeError(
                 f"{OPERATOR}: layout must be a blocksparse.Layout, a function that makes one, or None, got "

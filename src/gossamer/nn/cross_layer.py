@@ -179,7 +179,7 @@ class CrossLayerTranscoder(torch.nn.Module):
         checks.shape(operator, "y", y, (*x.shape[:-1], self.d_out), "[..., L, d]", "with the rows of x")
         found, outputs, l0 = [], [], x.new_zeros((), dtype=torch.float32)
         for layer, part in parts:
-            rows, fired, nnz = layer._chosen(part, layer._encode)
+            rows, fired, nnz = layer._chosen(part)
             output, terms = layer._terms(part, part, rows, fired)
             layer._record(nnz)
             found.append(terms)

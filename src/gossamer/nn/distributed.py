@@ -10,8 +10,6 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from gossamer._core.recompute import recomputed
-from gossamer.nn import _recipe
 from gossamer.nn._placement import DIMENSION, WHOLE, OnRanks, as_bytes, like, slice_of, tensors_of
 from gossamer.nn.jumprelu import JumpReLUSAE
 from gossamer.nn.sae import SAELoss, SparseAutoencoder
@@ -96,36 +94,19 @@ class DataParallel(torch.nn.Module):
 
     def forward(self, x: Tensor, *args: Any, **options: Any) -> SAELoss:
         """`model.loss` of this rank's rows, and the statistics of those of all ranks."""
-        if _ranks_may_have_finished():
-            if not self._has_warned:
-                self._has_warned = True
-                warnings.warn(
-                    "nn.data_parallel_sae: inside of torch.distributed.algorithms.join.Join the statistics (firing "
-                    "counts, dead latents, thresholds, steering) are those of one rank's rows.",
-                    stacklevel=2,
-                )
+        alone = _ranks_may_have_finished()
+        if alone and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(
+                "nn.data_parallel_sae: inside of torch.distributed.algorithms.join.Join the statistics (firing counts, "
+                "dead latents, thresholds, steering) are those of one rank's rows.",
+                stacklevel=2,
+            )
+        self.model._rows_on = None if alone else (self.group,)
+        try:
             return self.model.loss(x, *args, **options)  # type: ignore[operator]
-        before = {name: buffer.clone() for name, buffer in self.model.named_buffers()}
-        loss = self.model.loss(x, *args, **options)  # type: ignore[operator]
-        if self.training and not recomputed():
-            with torch.no_grad():
-                self._merge(before)
-        return loss
-
-    def _merge(self, before: dict[str, Tensor]) -> None:
-        """Every rank began with the same statistics, and every rank ends with the same."""
-        for name, buffer in self.model.named_buffers():
-            if name == "firing_counts":
-                buffer.copy_(before[name] + sum_over(buffer - before[name], self.group))
-            elif name == "steps_since_fired":
-                # 0 where a latent fired and one more than before where not: on all ranks, if on none it fired.
-                dist.all_reduce(buffer, dist.ReduceOp.MIN, group=self.group)
-            elif name == "steering":
-                # But for the L0 that it will act upon, every rank has steered alike.
-                l0 = buffer[_recipe.L0]
-                l0.copy_(sum_over(l0, self.group) / dist.get_world_size(self.group))
-            elif name != "input_scale":
-                buffer.copy_(sum_over(buffer, self.group) / dist.get_world_size(self.group))
+        finally:
+            self.model._rows_on = None
 
 
 def _ranks_may_have_finished() -> bool:
@@ -141,8 +122,7 @@ def data_parallel_sae(model: Kind, group: Any = None) -> DataParallel:
     Both act when a module's `forward` is called, and an autoencoder's is its reconstruction. This one's is
     `model.loss(x)`. It also keeps the statistics right: firing counts are those of the rows of all ranks, and so are
     the steps since a latent fired; every rank has the same. DistributedDataParallel alone would overwrite them by those
-    of rank 0. That takes two reductions of d_sae numbers a step. They come after the loss: a dead latent that fires
-    again on one rank counts as dead on the others for the rest of that step.
+    of rank 0. That takes a reduction of d_sae numbers a step.
 
     DistributedDataParallel and fully_shard average gradients over ranks: with as many rows on each, the result is that
     of one process with all of them. Ranks with unequal numbers of batches train under

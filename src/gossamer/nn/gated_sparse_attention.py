@@ -23,7 +23,7 @@ from gossamer.attention.sparse_attention import FEW_QUERIES
 from gossamer.nn.adaptive_rule import AdaptiveRule
 from gossamer.nn.attention_cache import AttentionCache
 from gossamer.nn.plain import hooked, plain_inference, products, why_called
-from gossamer.nn.rotary_embedding import RotaryEmbedding, check_positions
+from gossamer.nn.rotary_embedding import RotaryEmbedding, check_positions, size_of_heads
 
 
 class LightningIndexer(nn.Module):
@@ -135,16 +135,10 @@ class GatedSparseAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads, "k_min": k_min}
-        sizes |= {"d_indexer": d_indexer, "n_idx_heads": n_idx_heads, "k_base": k_base, "k_max": k_max}
+        head_dim = size_of_heads(OPERATOR, hidden_size, num_heads, num_kv_heads, head_dim)
+        sizes = {"k_min": k_min, "d_indexer": d_indexer, "n_idx_heads": n_idx_heads, "k_base": k_base, "k_max": k_max}
         for name, size in sizes.items():
             checks.positive(OPERATOR, name, size, "It is a size.")
-        head_dim = hidden_size // num_heads if head_dim is None else head_dim
-        if num_heads % num_kv_heads or head_dim < 2 or head_dim % 2:
-            raise ValueError(
-                f"{OPERATOR}: num_kv_heads must divide num_heads, and head_dim be even, got {num_kv_heads}, "
-                f"{num_heads} and {head_dim}."
-            )
         if not k_min <= k_base <= k_max:
             given, k_base = (k_min, k_base, k_max), min(k_base, k_max)
             k_min = min(k_min, k_base)

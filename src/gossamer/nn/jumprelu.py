@@ -239,9 +239,10 @@ class JumpReLUSAE(SparseAutoencoder):
                 self.steering.copy_(_recipe.advanced(self.steering, *self._course))
         scaled = self._scaled(x)
         found = self._as_first(lambda: self._loss(scaled, scaled))
-        if follows and x.numel():
+        if follows:
             with torch.no_grad():
-                self.steering[_recipe.L0] = found.l0
+                l0 = self.steering[_recipe.L0]
+                l0.copy_(self._of_all_rows(found.l0 if x.numel() else l0, mean=True))
         if not self.steered:
             return found
         # Not by `_replace`, whose result PyTorch 2.11 cannot return from a compiled region.

@@ -33,6 +33,28 @@ def check_positions(operator: str, position_ids: Tensor | None, x: Tensor) -> No
         )
 
 
+def size_of_heads(
+    operator: str, hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, rotary: bool = True
+) -> int:
+    """head_dim, or hidden_size // num_heads for None. Raises where heads do not divide, or rotary ones are odd."""
+    sizes = {"hidden_size": hidden_size, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+    for name, size in (sizes if head_dim is None else sizes | {"head_dim": head_dim}).items():
+        checks.positive(operator, name, size, "It is a size.")
+    if head_dim is None:
+        if hidden_size % num_heads:
+            raise ValueError(
+                f"{operator}: num_heads must divide hidden_size where head_dim is None, got {num_heads} and "
+                f"{hidden_size}."
+            )
+        head_dim = hidden_size // num_heads
+    if num_heads % num_kv_heads or (rotary and head_dim % 2):
+        raise ValueError(
+            f"{operator}: num_kv_heads must divide num_heads, and head_dim be even with rotary embeddings, got "
+            f"{num_kv_heads}, {num_heads} and {head_dim}."
+        )
+    return head_dim
+
+
 class RotaryEmbedding(WideTensors):
     """Angles of rotary position embeddings; `inv_freq` `[D / 2]` is a buffer, in float32 at least.
 

@@ -1,9 +1,9 @@
 """Sparse autoencoders as modules."""
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from gossamer import gemm, sae
@@ -17,6 +17,7 @@ from gossamer.nn.median import geometric_median
 from gossamer.rowsparse import DensityTracker, Rows
 from gossamer.sae.decode import decode_dense
 from gossamer.sae.encode_dense import choose_path, encode_dense, most_slots, slots
+from gossamer.sae.sharded import sum_over
 from gossamer.sae.smallest import smallest
 from gossamer.sae.squared_error import squared_error
 
@@ -66,6 +67,8 @@ class SparseAutoencoder(WideTensors):
     dead_after: int
     capacity: int | None = None
     _placement: Here = HERE
+    _rows_on: tuple[Any] | None = None
+    """The group of ranks of which each has rows of its own, in a call of `data_parallel_sae`."""
     _compiled: frozenset[tuple[bool, bool]] = frozenset()
 
     def __init__(
@@ -150,7 +153,7 @@ class SparseAutoencoder(WideTensors):
 
     def forward(self, x: Tensor) -> Tensor:
         """x `[..., d_in]` -> reconstruction `[..., d_in]`."""
-        rows, _, nnz = self._chosen(x, self._encode)
+        rows, _, nnz = self._chosen(x)
         out = self._output(x, rows)
         self._record(nnz)
         return out
@@ -228,9 +231,7 @@ class SparseAutoencoder(WideTensors):
         """The number of entries of a row, where the host knows it without looking."""
         return None
 
-    def _chosen(
-        self, x: Tensor, sparse: Callable[[Tensor, int | None], tuple[Rows, Tensor]]
-    ) -> tuple[Rows | Tensor, Tensor, Tensor | None]:
+    def _chosen(self, x: Tensor) -> tuple[Rows | Tensor, Tensor, Tensor | None]:
         """(latents as a container or dense, l0, counts of entries where the density tracker follows them)"""
         self._check(x)
         # The sum over ranks takes packed latents.
@@ -247,7 +248,7 @@ class SparseAutoencoder(WideTensors):
             skip = torch.compiler.is_compiling() or self.sharded or mode in self._compiled
             if not skip and ahead(self._whole_pass, x):
                 self._compiled |= {mode}
-            latents, l0 = sparse(x, self._slots)
+            latents, l0 = self._encode(x, self._slots)
             return latents, l0, latents.counts if followed else None
         acts, l0, fired, nnz = encode_dense(x, *self._encoder, **self._options())
         if self.training:
@@ -279,14 +280,22 @@ class SparseAutoencoder(WideTensors):
         counted in its first run."""
         if recomputed():
             return
+        fired = self._of_all_rows(fired)
         self.firing_counts += fired
         self._silence_known.update_(self.steps_since_fired, fired)
+
+    def _of_all_rows(self, value: Tensor, mean: bool = False) -> Tensor:
+        """The sum, or the mean, of the values that ranks with rows of their own have."""
+        if self._rows_on is None:
+            return value
+        total = sum_over(value, *self._rows_on)
+        return total / dist.get_world_size(*self._rows_on) if mean else total
 
     def _loss(self, x: Tensor, target: Tensor) -> SAELoss:
         if target is x and x.dim() > 2:
             # The encoder and the squared error would each copy an x whose rows do not follow each other in memory.
             x = target = x.contiguous()
-        rows, l0, nnz = self._chosen(x, self._encode)
+        rows, l0, nnz = self._chosen(x)
         reconstruction, terms = self._terms(x, target, rows, l0)
         mse = terms.pop("mse") if "mse" in terms else mean(squared_error(target, reconstruction))
         dead = self._dead_loss(x, target, reconstruction) if self.training else None
@@ -537,7 +546,7 @@ class BatchTopKSAE(Reviving):
             return
         least = self._smallest(rows).to(self.threshold.dtype)
         moved = torch.where(self.threshold > 0, torch.lerp(self.threshold, least, self.threshold_rate), least)
-        self.threshold.copy_(torch.where(least.isfinite(), moved, self.threshold))
+        self.threshold.copy_(self._of_all_rows(torch.where(least.isfinite(), moved, self.threshold), mean=True))
 
     def _smallest(self, rows: Rows | Tensor) -> Tensor:
         """[], inf where nothing is held."""

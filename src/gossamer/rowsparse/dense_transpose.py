@@ -20,7 +20,7 @@ def _backward(call: DenseTranspose, kept: Any, grads: Any, needs: Any) -> dict[s
     return {"x": dense_transpose(DenseTranspose(grads[0]))}
 
 
-@register(DenseTranspose, cpu=_cpu, fake=_fake, backward=_backward)
+@register(DenseTranspose, cpu=_cpu, fake=_fake, backward=_backward, repeats=True)
 def dense_transpose() -> Any:
     from gossamer.rowsparse._triton.dense_transpose import dense_transpose
 

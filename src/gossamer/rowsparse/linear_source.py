@@ -105,6 +105,7 @@ def _backward(call: LinearRows, kept: Any, grads: Any, needs: Any) -> dict[str, 
     backward=_backward,
     saved=("x", "weight", "bias", "spans"),
     keep=lambda call, out: (out,),
+    repeats=True,
 )
 def _linear_source() -> Any:
     from gossamer.rowsparse._triton.overflow import linear_source

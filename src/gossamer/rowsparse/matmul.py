@@ -250,6 +250,7 @@ def matmul_operator() -> Any:
     fake=_fake_bwd,
     backward=_bwd_backward,
     saved=("grad", "indices", "keys", "col_offsets", "values", "spans", "source", "weight"),
+    repeats=True,
 )
 def _matmul_bwd() -> Any:
     from gossamer.rowsparse._triton.matmul import matmul_bwd
@@ -264,6 +265,7 @@ def _matmul_bwd() -> Any:
     backward=_sampled_backward,
     saved=("x", "weight", "indices", "spans", "source"),
     keep=_keep_sampled,
+    repeats=True,
 )
 def sampled_operator() -> Any:
     from gossamer.rowsparse._triton.sampled_matmul import sampled_matmul

@@ -153,7 +153,7 @@ def _unpack_backward(call: Unpack, kept: Any, grads: Any, needs: Any) -> dict[st
     return {"values": grad_values, "source": grad_source}
 
 
-@register(PackRows, cpu=_cpu.pack_rows, fake=_fake_pack, backward=_pack_backward, keep=_keep)
+@register(PackRows, cpu=_cpu.pack_rows, fake=_fake_pack, backward=_pack_backward, keep=_keep, repeats=True)
 def pack_operator() -> Any:
     from gossamer.rowsparse._triton.list_entries import pack_rows
 
@@ -166,6 +166,7 @@ def pack_operator() -> Any:
     fake=lambda call: call.values.new_empty(call.spans.shape[1], call.n),
     backward=_unpack_backward,
     saved=("indices", "spans"),
+    repeats=True,
 )
 def unpack_operator() -> Any:
     from gossamer.rowsparse._triton.unpack import unpack

@@ -59,7 +59,7 @@ def _fake(call: TransposeKeys) -> tuple[Tensor, Tensor, Tensor]:
     return indices.new_empty(n + 1, dtype=torch.int64), keys, torch.empty_like(keys, dtype=torch.int32)
 
 
-@register(TransposeKeys, cpu=_cpu, fake=_fake)
+@register(TransposeKeys, cpu=_cpu, fake=_fake, repeats=True)
 def transpose_keys() -> Any:
     from gossamer.rowsparse._triton.transpose import transpose_keys
 

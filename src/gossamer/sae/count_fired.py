@@ -38,7 +38,7 @@ def count_fired(rows: Rows) -> Tensor:
     return counts
 
 
-@register(SaeCountFired, cpu=_cpu, fake=lambda call: call.values.new_empty(call.n, dtype=torch.int64))
+@register(SaeCountFired, cpu=_cpu, fake=lambda call: call.values.new_empty(call.n, dtype=torch.int64), repeats=True)
 def _count_fired() -> Any:
     from gossamer.sae._triton.count_fired import count_fired
 

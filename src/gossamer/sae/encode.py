@@ -331,7 +331,7 @@ def _sae_encode() -> Any:
     return encode
 
 
-@register(SaeEncodeBwdColumns, cpu=_cpu.bwd_columns, fake=_fake_sums, once_differentiable="sae.encode")
+@register(SaeEncodeBwdColumns, cpu=_cpu.bwd_columns, fake=_fake_sums, once_differentiable="sae.encode", repeats=True)
 def sum_gradients_by_column() -> Any:
     from gossamer.sae._triton.encode_bwd import bwd_columns
 
@@ -343,6 +343,7 @@ def sum_gradients_by_column() -> Any:
     cpu=_cpu.bwd_source,
     fake=lambda call: call.source.new_empty(call.source.shape),
     once_differentiable="sae.encode",
+    repeats=True,
 )
 def _bwd_source() -> Any:
     from gossamer.sae._triton.encode_bwd import bwd_source

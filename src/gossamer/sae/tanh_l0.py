@@ -79,6 +79,7 @@ def _fake_bwd(call: SaeTanhL0Bwd) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     fake=lambda call: call.scale.new_empty(call.spans.shape[1]),
     backward=_backward,
     saved=SaeTanhL0._fields,
+    repeats=True,
 )
 def _tanh_l0() -> Any:
     from gossamer.sae._triton.tanh_l0 import tanh_l0
@@ -86,7 +87,7 @@ def _tanh_l0() -> Any:
     return tanh_l0
 
 
-@register(SaeTanhL0Bwd, cpu=_cpu.tanh_l0_bwd, fake=_fake_bwd, once_differentiable="sae.tanh_l0")
+@register(SaeTanhL0Bwd, cpu=_cpu.tanh_l0_bwd, fake=_fake_bwd, once_differentiable="sae.tanh_l0", repeats=True)
 def _tanh_l0_bwd() -> Any:
     from gossamer.sae._triton.tanh_l0 import tanh_l0_bwd
 

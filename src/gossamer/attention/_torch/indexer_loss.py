@@ -1,7 +1,4 @@
-"""How far an indexer's scores are from attention, and gradients of an indexer: of that distance, or straight through.
-
-On the CPU, 128 queries at a time.
-"""
+"""How far an indexer's scores are from attention, and gradients of an indexer, on the CPU: 128 queries at a time."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,8 +6,8 @@ import torch
 from torch import Tensor
 
 from gossamer.attention._torch.indexer_scores import activated_, derivative, gates_of
-from gossamer.attention._torch.sparse_attention import logits_gradient, probabilities, row_statistics, selected_blocks
-from gossamer.attention.records import IndexerLoss, StraightThrough
+from gossamer.attention._torch.sparse_attention import probabilities, selected_blocks
+from gossamer.attention.records import IndexerLoss, SparseAttentionBwd
 
 Block = tuple[int, slice, Tensor, Tensor, Callable[[Tensor], Tensor]]
 """(batch, queries, keys, which query takes which key, the scores' gradient by the scores [queries, keys])."""
@@ -42,34 +39,18 @@ def indexer_loss(call: IndexerLoss) -> tuple[Tensor, Tensor, Tensor, Tensor, Ten
 
             yield b, queries, keys, keep, slope
 
-    grads = _gradients(call, blocks())
+    indexer = (call.q_idx, call.k_idx, call.w, call.bias)
+    grads = gradients(call, indexer, blocks())
     each = 1 / max(found, 1)
-    dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, call.indexer))
+    dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, indexer))
     return loss * each, dqi, dki, dw, db
 
 
-def straight_through(call: StraightThrough) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `straight_through` -> gradients of q_idx, k_idx, w and bias."""
-    delta = row_statistics(call)
-
-    def blocks() -> Iterable[Block]:
-        for block in selected_blocks(call):
-            b, queries, _, _, keys, keep = block
-            g = logits_gradient(call, block, delta)[1].sum((0, 1))
-
-            def slope(scores: Tensor, g: Tensor = g) -> Tensor:
-                return g
-
-            yield b, queries, keys, keep, slope
-
-    grads = _gradients(call, blocks())
-    dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, call.indexer))
-    return dqi, dki, dw, db
-
-
-def _gradients(call: IndexerLoss | StraightThrough, blocks: Iterable[Block]) -> tuple[Tensor, ...]:
-    """Gradients of q_idx, k_idx, w and bias, in the dtype that is computed in."""
-    scale, activation, indexer = call.scale_idx, call.activation, call.indexer
+def gradients(
+    call: IndexerLoss | SparseAttentionBwd, indexer: tuple[Tensor, ...], blocks: Iterable[Block]
+) -> tuple[Tensor, ...]:
+    """Gradients of an indexer's q_idx, k_idx, w and bias, in the dtype that is computed in."""
+    scale, activation = call.scale_idx, call.activation
     working = torch.promote_types(indexer[0].dtype, torch.float32)
     qi, ki, w, bias = (x.to(working) for x in indexer)
     weights = gates_of(w, activation)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gossamer._core import dropout
-from gossamer.attention.records import QUERIES, IndexerLoss, SparseAttention, SparseAttentionBwd, StraightThrough
+from gossamer.attention.records import QUERIES, IndexerLoss, SparseAttention, SparseAttentionBwd
 
 PARTS = 2
 Block = tuple[int, slice, slice, slice, Tensor, Tensor]
@@ -19,7 +19,7 @@ def position(length: int, num_queries: int, num_keys: int) -> int:
     return max(length - num_queries, min(num_keys - num_queries, 0))
 
 
-Call = SparseAttention | SparseAttentionBwd | IndexerLoss | StraightThrough
+Call = SparseAttention | SparseAttentionBwd | IndexerLoss
 
 
 def selected_blocks(call: Call) -> Iterator[Block]:
@@ -51,7 +51,7 @@ def selected_blocks(call: Call) -> Iterator[Block]:
                 yield b, queries, those, theirs, keys, keep
 
 
-def _folded(x: Tensor, b: int, heads: slice, queries: slice, groups: int, keep: Tensor) -> Tensor:
+def folded(x: Tensor, b: int, heads: slice, queries: slice, groups: int, keep: Tensor) -> Tensor:
     """[heads, queries, D] of a batch, as [groups, heads of a group * queries, D]; a query that takes no key, which may
     hold NaN, is 0."""
     part = x[b, heads, queries].to(torch.promote_types(x.dtype, torch.float32))
@@ -77,13 +77,13 @@ def sparse_attention(call: SparseAttention) -> tuple[Tensor, Tensor]:
         p = s.sub_(most).exp_()
         total = p.sum(-1, keepdim=True)
         p = thinned(call, block, p)
-        o = (p.flatten(1, 2) @ _rows(v, block, table).to(working)).view(*p.shape[:3], d)
+        o = (p.flatten(1, 2) @ rows_of(v, block, table).to(working)).view(*p.shape[:3], d)
         out[b, those, queries] = (o / total.masked_fill(total == 0, 1)).flatten(0, 1).to(q.dtype)
         lse[b, those, queries] = (most + total.log()).flatten(0, 1)[..., 0]
     return out, lse
 
 
-def _rows(x: Tensor, block: Block, table: Tensor | None = None) -> Tensor:
+def rows_of(x: Tensor, block: Block, table: Tensor | None = None) -> Tensor:
     """The rows `[groups, keys, D]` of k or v, or of a pool of pages, that belong to a block."""
     b, _, _, theirs, keys, _ = block
     if table is None:
@@ -102,8 +102,8 @@ def scores(q: Tensor, k: Tensor, block: Block, scale: float, table: Tensor | Non
     """Scores of a block, [groups, heads of a group, queries, keys], -inf where a query does not take a key."""
     b, queries, those, theirs, _, keep = block
     groups = theirs.stop - theirs.start
-    folded = _folded(q, b, those, queries, groups, keep)
-    s = folded @ _rows(k, block, table).to(folded.dtype).transpose(1, 2)
+    rows = folded(q, b, those, queries, groups, keep)
+    s = rows @ rows_of(k, block, table).to(rows.dtype).transpose(1, 2)
     return s.view(groups, (those.stop - those.start) // groups, *keep.shape).mul_(scale).masked_fill_(~keep, -torch.inf)
 
 
@@ -123,40 +123,3 @@ def thinned(call: Any, block: Block, p: Tensor) -> Tensor:
     pair = b * call.q.shape[1] + torch.arange(those.start, those.stop)[:, None, None]
     query = torch.arange(queries.start, queries.stop)[:, None]
     return p * dropout.weights(call.seed, pair, query, keys, call.drop, p.dtype).view_as(p)
-
-
-def logits_gradient(call: Any, block: Block, delta: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of a block: (probabilities times the factors of dropout, gradients of the logits, both like `scores`; grad,
-    folded)."""
-    b, queries, those, theirs, _, keep = block
-    p, grad, v = probabilities(call, block), call.grad, call.v
-    do = _folded(grad, b, those, queries, theirs.stop - theirs.start, keep)
-    dp = thinned(call, block, (do @ _rows(v, block).to(do.dtype).transpose(1, 2)).view_as(p))
-    return thinned(call, block, p), p * (dp - delta[b, those, queries].view(*p.shape[:3], 1)), do
-
-
-def row_statistics(call: Any) -> Tensor:
-    """The term that a softmax's gradient subtracts, [B, H, Tq]; 0 for a query that takes no key."""
-    grad, out, lse, grad_lse = call.grad, call.out, call.lse, call.grad_lse
-    delta = (grad.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
-    if grad_lse is not None:
-        delta -= grad_lse
-    return delta.masked_fill_(lse == -torch.inf, 0)
-
-
-def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sparse_attention_bwd` -> gradients of q, k and v."""
-    q, k, v, scale = call.q, call.k, call.v, call.scale
-    working = torch.promote_types(q.dtype, torch.float32)
-    dq = q.new_zeros(q.shape)
-    dk, dv = (torch.zeros(x.shape, dtype=working) for x in (k, v))
-    delta = row_statistics(call)
-    for block in selected_blocks(call):
-        b, queries, those, theirs, keys, keep = block
-        p, ds, do = logits_gradient(call, block, delta)
-        qb = _folded(q, b, those, queries, theirs.stop - theirs.start, keep)
-        p, ds = p.flatten(1, 2), ds.flatten(1, 2) * scale
-        dq[b, those, queries] = (ds @ _rows(k, block).to(working)).view(*dq[b, those, queries].shape).to(q.dtype)
-        dv[b, theirs].index_add_(1, keys, p.transpose(1, 2) @ do)
-        dk[b, theirs].index_add_(1, keys, ds.transpose(1, 2) @ qb)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)

@@ -22,10 +22,9 @@ from gossamer._core import launch, tuning
 from gossamer._core.philox import dropout_weights
 from gossamer.attention._triton._indexer import activated, derivative, valid_keys
 from gossamer.attention._triton._products import stages_of, wide_product
-from gossamer.attention._triton.key_lists import key_lists
+from gossamer.attention._triton.key_lists import await_entry, key_lists, plan_of
 from gossamer.attention._triton.sparse_attention import group_chunk
-from gossamer.attention._triton.sparse_attention_bwd import await_entry, plan_of, row_statistics
-from gossamer.attention.records import QUERIES, IndexerLoss, StraightThrough
+from gossamer.attention.records import QUERIES, IndexerLoss, SparseAttentionBwd
 
 BLOCK_N: tl.constexpr = tl.constexpr(32)
 LEAST: tl.constexpr = tl.constexpr(-3e38)
@@ -295,31 +294,20 @@ def _indexer_keys_kernel(
 
 def indexer_loss(call: IndexerLoss) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Operator `indexer_loss` -> (loss, and its gradients of q_idx, k_idx, w and bias)."""
-    q, indexer = call.q, call.indexer
+    q, indexer = call.q, (call.q_idx, call.k_idx, call.w, call.bias)
     if q.numel() == 0:
         dqi, dki, dw, db = (torch.zeros_like(x) for x in indexer)
         return torch.zeros((), dtype=torch.float32, device=q.device), dqi, dki, dw, db
     lse_idx = torch.empty(q.shape[0], q.shape[2], dtype=torch.float32, device=q.device)
-    *grads, loss = _gradients(call, (q, call.k, None, None, call.lse), lse_idx)
+    *grads, loss = indexer_gradients(call, indexer, (q, call.k, None, None, call.lse), lse_idx)
     each = 1 / lse_idx.isfinite().sum().clamp(min=1)
     dqi, dki, dw, db = ((gradient * each).to(x.dtype) for gradient, x in zip(grads, indexer))
     return loss.sum() * each, dqi, dki, dw, db
 
 
-def straight_through(call: StraightThrough) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Operator `straight_through` -> gradients of q_idx, k_idx, w and bias."""
-    indexer = call.indexer
-    if call.q.numel() == 0 or call.q_idx.numel() == 0:
-        dqi, dki, dw, db = (torch.zeros_like(x) for x in indexer)
-        return dqi, dki, dw, db
-    rows, grad, q = row_statistics(call)
-    *grads, _ = _gradients(call, (q, call.k, call.v, grad, rows))
-    dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(grads, indexer))
-    return dqi, dki, dw, db
-
-
-def _gradients(
-    call: IndexerLoss | StraightThrough,
+def indexer_gradients(
+    call: IndexerLoss | SparseAttentionBwd,
+    indexer: tuple[Tensor, ...],
     attended: tuple[Tensor | None, ...],
     lse_idx: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
@@ -328,7 +316,7 @@ def _gradients(
     behind the lengths, which take no part."""
     words, lengths, causal, scales = call.words, call.lengths, call.causal, (call.scale, call.scale_idx)
     q, k, v, *_ = attended
-    q_idx, k_idx, w, bias = call.indexer
+    q_idx, k_idx, w, bias = indexer
     assert q is not None and k is not None
     (b, h, t, d), (_, heads, _, di) = q.shape, q_idx.shape
     gates, biases = w.float() if call.activation == "relu" else w.float().sigmoid(), bias.float()
@@ -336,7 +324,7 @@ def _gradients(
     # Registers hold no more operands of products of float32 without tensor cores.
     chunk = 32 if q.element_size() > 2 or max(d, dv) > 256 else launch.next_power_of_2(max(16, d, dv))
     meta = {"SIZES": Sizes(d, dv, chunk, h // k.shape[1], heads, di, call.activation)}
-    drop, seed = (call.drop, call.seed) if isinstance(call, StraightThrough) else (0, None)
+    drop, seed = (call.drop, call.seed) if isinstance(call, SparseAttentionBwd) else (0, None)
     dqi = torch.empty(q_idx.shape, dtype=torch.float32, device=q.device)
     rows = torch.empty(2 * b * heads * t + b * t, dtype=torch.float32, device=q.device)
     queries = min(64, 256 // launch.next_power_of_2(heads))

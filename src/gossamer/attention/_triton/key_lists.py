@@ -83,6 +83,15 @@ def _key_lists_kernel(
     tl.store(counts_ptr + out * tl.num_programs(2) + segment, found)
 
 
+@triton.jit
+def await_entry(plan_ptr, flag_ptr, entry):
+    """Returns when all tiles of an entry of the plan are done; there is nothing to wait for before the first."""
+    if entry >= 0:
+        tiles = tl.load(plan_ptr + 2 + entry) - tl.load(plan_ptr + 1 + entry)
+        while tl.atomic_add(flag_ptr, 0, sem="acquire") < tiles:
+            pass
+
+
 def keys_of_tile(parts: int) -> int:
     """Keys that a program looks at together: as many as registers hold, of whose words there are `parts` a key."""
     return 4096 if parts <= 2 else 4096 // parts
@@ -116,6 +125,16 @@ def key_lists(
     args = (words, lengths, lists, counts, n, num_queries, tk, first, each)
     _key_lists_kernel((b * s, groups, segments), args, meta, num_warps=warps)
     return lists, counts
+
+
+def plan_of(listed: Tensor, keys: int, serves: int) -> Tensor:
+    """The plan of tiles of `keys` of the keys in lists, of which so many are `listed`: int32, a ticket, the offsets of
+    the lists' tiles, and how many tiles of each list are done, for each of `serves` items of work on a tile."""
+    entries = listed.numel()
+    plan = torch.zeros(2 + entries * (1 + serves), dtype=torch.int32, device=listed.device)
+    tiles = (listed.view(-1) + (keys - 1)) // keys
+    torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
+    return plan
 
 
 EXAMPLES = {

@@ -27,7 +27,8 @@ from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
 from gossamer._core.philox import dropout_weights
 from gossamer.attention._triton._products import AS_K, block_of_columns, reached, strided, wide_product
-from gossamer.attention._triton.key_lists import key_lists, positions, seen
+from gossamer.attention._triton.indexer_loss import indexer_gradients
+from gossamer.attention._triton.key_lists import await_entry, key_lists, plan_of, positions, seen
 from gossamer.attention._triton.sparse_attention import (
     EXAMPLE,
     Tile,
@@ -36,7 +37,7 @@ from gossamer.attention._triton.sparse_attention import (
     walk_keys,
     walks,
 )
-from gossamer.attention.records import SparseAttentionBwd, StraightThrough
+from gossamer.attention.records import SparseAttentionBwd
 
 
 def query_tile(d: int, element_size: int) -> Tile:
@@ -262,15 +263,6 @@ def _sparse_attention_bwd_kv_tiles_kernel(
     tl.store(dv_ptr + at, tl.where(some, dv, 0.0).to(dv_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
-def await_entry(plan_ptr, flag_ptr, entry):
-    """Returns when all tiles of an entry of the plan are done; there is nothing to wait for before the first."""
-    if entry >= 0:
-        tiles = tl.load(plan_ptr + 2 + entry) - tl.load(plan_ptr + 1 + entry)
-        while tl.atomic_add(flag_ptr, 0, sem="acquire") < tiles:
-            pass
-
-
 @launch.kernel(do_not_specialize=["Tq", "Tk", "H", "sharing", "entries", "scopes", "drop"])
 def _sparse_attention_bwd_kv_kernel(
     q_ptr, k_ptr, v_ptr, grad_ptr, dk_ptr, dv_ptr, stats_ptr, lists_ptr, counts_ptr, plan_ptr, seed_ptr,
@@ -346,19 +338,33 @@ def _sparse_attention_bwd_kv_kernel(
 
 
 @together
-def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor]:
-    """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous."""
+def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Operator `sparse_attention_bwd` -> gradients of q, k and v, contiguous, and of q_idx, k_idx, w and bias."""
     q, k, v = call.q, call.k, call.v
+    indexer = tuple(x for x in (call.q_idx, call.k_idx, call.w, call.bias) if x is not None)
     if q.numel() == 0 or k.numel() == 0 or v.numel() == 0:
-        return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+        dq, dk, dv = (x.new_zeros(x.shape if call.attended else 0) for x in (q, k, v))
+        return dq, dk, dv, *_without_scores(indexer, q)
     rows, grad, q = row_statistics(call)
     call = call._replace(grad=grad, q=q)
-    dq = query_gradient(call, rows)
-    dk, dv = (key_gradients_of_tiles if call.path == "tiles" else key_gradients)(call, rows)
-    return dq, dk.to(k.dtype), dv.to(v.dtype)
+    dq, dk, dv = (q.new_empty(0) for _ in range(3))
+    if call.attended:
+        dq = query_gradient(call, rows)
+        dk, dv = (key_gradients_of_tiles if call.path == "tiles" else key_gradients)(call, rows)
+    if not indexer or indexer[0].numel() == 0:
+        return dq, dk.to(k.dtype), dv.to(v.dtype), *_without_scores(indexer, q)
+    *found, _ = indexer_gradients(call, indexer, (q, k.contiguous(), v.contiguous(), grad, rows))
+    dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(found, indexer))
+    return dq, dk.to(k.dtype), dv.to(v.dtype), dqi, dki, dw, db
 
 
-def row_statistics(call: SparseAttentionBwd | StraightThrough) -> tuple[Tensor, Tensor, Tensor]:
+def _without_scores(indexer: tuple[Tensor, ...], like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of an indexer that scores nothing, or `[0]` where there is none."""
+    dqi, dki, dw, db = map(torch.zeros_like, indexer) if indexer else (like.new_empty(0) for _ in range(4))
+    return dqi, dki, dw, db
+
+
+def row_statistics(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor]:
     """(float32 [B, H, Tq, 2]: lse in base 2, and the term that a softmax's gradient subtracts; grad and q,
     contiguous, 0 for queries that take no key)."""
     grad, q, out = strided(call.grad), strided(call.q), call.out.transpose(1, 2).contiguous()
@@ -404,16 +410,6 @@ def key_gradients(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tenso
     grid = (2 * tuning.programs(q.device), 1, 1)
     _sparse_attention_bwd_kv_kernel(grid, args, {"CONFIG": config}, **tile.options())
     return dk, dv
-
-
-def plan_of(listed: Tensor, keys: int, serves: int) -> Tensor:
-    """The plan of tiles of `keys` of the keys in lists, of which so many are `listed`: int32, a ticket, the offsets of
-    the lists' tiles, and how many tiles of each list are done, for each of `serves` items of work on a tile."""
-    entries = listed.numel()
-    plan = torch.zeros(2 + entries * (1 + serves), dtype=torch.int32, device=listed.device)
-    tiles = (listed.view(-1) + (keys - 1)) // keys
-    torch.cumsum(tiles, 0, dtype=torch.int32, out=plan[2 : 2 + entries])
-    return plan
 
 
 def key_gradients_of_tiles(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -95,13 +95,11 @@ def relation(places_ptr, term, pair, query, key, sizes, CONFIG: tl.constexpr):
 @triton.jit
 def taken(elements_ptr, entry, query, key, inside, capacity, CONFIG: tl.constexpr):
     """`inside`, without the pairs that their block leaves out. Most blocks leave out none, and have no words."""
-    BLOCK_Q: tl.constexpr = CONFIG.block_q
-    BLOCK_K: tl.constexpr = CONFIG.block_k
     start = tl.load(elements_ptr + entry, mask=entry < capacity, other=0)
     if tl.max(tl.max(start, 1), 0) > 0:
-        at = start + query % BLOCK_Q * ((BLOCK_K + 31) // 32) + key % BLOCK_K // 32
+        at = start + query % CONFIG.block_q * ((CONFIG.block_k + 31) // 32) + key % CONFIG.block_k // 32
         word = tl.load(elements_ptr + at, mask=inside & (start > 0), other=-1)
-        inside = inside & ((word >> (key % BLOCK_K % 32) & 1) != 0)
+        inside = inside & ((word >> (key % CONFIG.block_k % 32) & 1) != 0)
     return inside
 
 
@@ -111,22 +109,20 @@ def scores(s, added, pair, query, key, entry, inside, shift, scale, sizes, CONFI
     either axis."""
     bias_ptr, relative_ptr, places_ptr, elements_ptr = added
     _, H, _, Tq, Tk, capacity = sizes
-    TERMS: tl.constexpr = CONFIG.terms
-    BLOCK_Q: tl.constexpr = CONFIG.block_q
-    BLOCK_K: tl.constexpr = CONFIG.block_k
-    R: tl.constexpr = CONFIG.window
     if CONFIG.causal:
         inside = inside & (key <= query + shift)
     if elements_ptr is not None:
         inside = taken(elements_ptr, entry, query, key, inside, capacity, CONFIG)
+    TERMS: tl.constexpr = CONFIG.terms
     for term in tl.static_range(TERMS):
         step = relation(places_ptr, term, pair, query, key, sizes, CONFIG)
-        at = (pair.to(tl.int64) * Tq + query) * (TERMS * R) + (term * R + step)
+        at = (pair.to(tl.int64) * Tq + query) * (TERMS * CONFIG.window) + (term * CONFIG.window + step)
         s += tl.load(relative_ptr + at, mask=inside, other=0.0).to(tl.float32)
     s *= scale
     if CONFIG.bias != "none":
         if CONFIG.bias == "blocks":
-            at = entry.to(tl.int64) * (BLOCK_Q * BLOCK_K) + (query % BLOCK_Q * BLOCK_K + key % BLOCK_K)
+            within = query % CONFIG.block_q * CONFIG.block_k + key % CONFIG.block_k
+            at = entry.to(tl.int64) * (CONFIG.block_q * CONFIG.block_k) + within
         elif CONFIG.bias_query:
             at = bias_start(pair, H, Tq, Tk, CONFIG) + query.to(tl.int64) * Tk + key
         else:
@@ -145,32 +141,24 @@ def _attention_fwd_kernel(
     elements_ptr, seed_ptr, B, H, GROUP, Tq, Tk, capacity, scale, drop,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_K: tl.constexpr = CONFIG.block_k
-    BLOCK_M: tl.constexpr = CONFIG.block_m
-    BLOCK_N: tl.constexpr = CONFIG.block_n
-    BLOCK_D: tl.constexpr = CONFIG.block_d
-    BLOCK_V: tl.constexpr = CONFIG.block_v
-    D: tl.constexpr = CONFIG.d
-    DV: tl.constexpr = CONFIG.dv
-    SPLITS: tl.constexpr = CONFIG.splits
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
-    part = tl.program_id(0) % SPLITS
-    tile, pair = owner_of(tl.program_id(0) // SPLITS, Tq, CONFIG)
+    part = tl.program_id(0) % CONFIG.splits
+    tile, pair = owner_of(tl.program_id(0) // CONFIG.splits, Tq, CONFIG)
     begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
-    lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    lines = tile * CONFIG.block_m + tl.arange(0, CONFIG.block_m)
     exists = lines < Tq
     meet = meeting(lines, limit, shift, lengths_ptr, Tq, CONFIG)
-    q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, meet, D, BLOCK_D)
+    q = load_rows(q_ptr, pair.to(tl.int64) * Tq, lines, meet, CONFIG.d, CONFIG.block_d)
     keys = (pair // GROUP).to(tl.int64) * Tk
-    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    for first in range(part * BLOCK_N, count * BLOCK_K, SPLITS * BLOCK_N):
-        at = first + tl.arange(0, BLOCK_N)
-        key, entry, present = listed(columns_ptr, begin, count, at, BLOCK_K)
+    m = tl.full([CONFIG.block_m], float("-inf"), tl.float32)
+    total = tl.full([CONFIG.block_m], 0.0, tl.float32)
+    acc = tl.full([CONFIG.block_m, CONFIG.block_v], 0.0, tl.float32)
+    for first in range(part * CONFIG.block_n, count * CONFIG.block_k, CONFIG.splits * CONFIG.block_n):
+        at = first + tl.arange(0, CONFIG.block_n)
+        key, entry, present = listed(columns_ptr, begin, count, at, CONFIG.block_k)
         present = present & (key < limit)
-        k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
+        k = load_rows(k_ptr, keys, key, present, CONFIG.d, CONFIG.block_d)
         s = scores(
             dot(q, tl.trans(k), CONFIG), added, pair, lines[:, None], key[None, :], entry[None, :],
             meet[:, None] & present[None, :], shift, scale, sizes, CONFIG,
@@ -183,18 +171,18 @@ def _attention_fwd_kernel(
         m = most
         if seed_ptr is not None:
             p *= dropout_weights(seed_ptr, pair, lines[:, None], key[None, :], drop)
-        v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
+        v = load_rows(v_ptr, keys, key, present, CONFIG.dv, CONFIG.block_v)
         acc = acc * factor[:, None] + dot(p.to(v.dtype), v, CONFIG)
     # A row without keys has zeros; one with NaN keeps it.
     total = tl.where(lost, float("nan"), total)
     out = acc * tl.where(total == 0, 0.0, 1.0 / total)[:, None]
     lse = tl.where(total == 0, float("-inf"), (m + tl.log2(total)) * 0.6931471805599453)
-    line = (pair * SPLITS + part).to(tl.int64) * Tq
-    if SPLITS > 1:
-        store_rows(out_ptr, line, lines, exists, DV, out, BLOCK_V)
+    line = (pair * CONFIG.splits + part).to(tl.int64) * Tq
+    if CONFIG.splits > 1:
+        store_rows(out_ptr, line, lines, exists, CONFIG.dv, out, CONFIG.block_v)
     else:
         base, rows_at = token_major(pair // H, pair % H, Tq, H, lines)
-        store_rows(out_ptr, base, rows_at, exists, DV, out, BLOCK_V)
+        store_rows(out_ptr, base, rows_at, exists, CONFIG.dv, out, CONFIG.block_v)
     tl.store(lse_ptr + (line + lines), lse, mask=exists)
 
 

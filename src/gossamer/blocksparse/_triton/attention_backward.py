@@ -108,18 +108,17 @@ def derivatives(
 @triton.jit
 def add_relative(sums_ptr, ds, places_ptr, pair, query, key, present, sizes, CONFIG: tl.constexpr):
     """Adds the gradients `ds` of a tile of scores to those of the relative positions of its keys."""
-    R: tl.constexpr = CONFIG.window
     TERMS: tl.constexpr = CONFIG.terms
     exists = query < sizes[3]
-    sums_ptr += pair.to(tl.int64) * sizes[3] * (TERMS * R)
+    sums_ptr += pair.to(tl.int64) * sizes[3] * (TERMS * CONFIG.window)
     for term in tl.static_range(TERMS):
         step = relation(places_ptr, term, pair, query[:, None], key[None, :], sizes, CONFIG)
         both = exists[:, None] & present[None, :]
-        low = tl.min(tl.min(tl.where(both, step, R), 1), 0)
+        low = tl.min(tl.min(tl.where(both, step, CONFIG.window), 1), 0)
         high = tl.max(tl.max(tl.where(both, step, -1), 1), 0) + 1
         for position in range(low, high):
             there = tl.sum(tl.where(step == position, ds, 0.0), 1)
-            at = query.to(tl.int64) * (TERMS * R) + (term * R + position)
+            at = query.to(tl.int64) * (TERMS * CONFIG.window) + (term * CONFIG.window + position)
             tl.atomic_add(sums_ptr + at, there, mask=exists, sem="relaxed")
 
 
@@ -130,32 +129,24 @@ def _attention_dq_kernel(
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """`drelative_sums` are zeros."""
-    BLOCK_K: tl.constexpr = CONFIG.block_k
-    BLOCK_M: tl.constexpr = CONFIG.block_m
-    BLOCK_N: tl.constexpr = CONFIG.block_n
-    BLOCK_D: tl.constexpr = CONFIG.block_d
-    BLOCK_V: tl.constexpr = CONFIG.block_v
-    D: tl.constexpr = CONFIG.d
-    DV: tl.constexpr = CONFIG.dv
-    TERMS: tl.constexpr = CONFIG.terms
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
     tile, pair = owner_of(tl.program_id(0), Tq, CONFIG)
     begin, count, limit, shift, lost = row_of((offsets_ptr, columns_ptr), lengths_ptr, tile, pair, sizes, CONFIG)
-    lines = tile * BLOCK_M + tl.arange(0, BLOCK_M)
+    lines = tile * CONFIG.block_m + tl.arange(0, CONFIG.block_m)
     exists = lines < Tq
     queries = pair.to(tl.int64) * Tq
     keys = (pair // GROUP).to(tl.int64) * Tk
     lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq)
-    q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
-    grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
-    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    for first in range(0, count * BLOCK_K, BLOCK_N):
-        at = first + tl.arange(0, BLOCK_N)
-        key, entry, present = listed(columns_ptr, begin, count, at, BLOCK_K)
+    q = load_rows(q_ptr, queries, lines, exists, CONFIG.d, CONFIG.block_d)
+    grad = load_rows(grad_ptr, queries, lines, exists, CONFIG.dv, CONFIG.block_v)
+    dq = tl.full([CONFIG.block_m, CONFIG.block_d], 0.0, tl.float32)
+    for first in range(0, count * CONFIG.block_k, CONFIG.block_n):
+        at = first + tl.arange(0, CONFIG.block_n)
+        key, entry, present = listed(columns_ptr, begin, count, at, CONFIG.block_k)
         present = present & (key < limit)
-        k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
-        v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
+        k = load_rows(k_ptr, keys, key, present, CONFIG.d, CONFIG.block_d)
+        v = load_rows(v_ptr, keys, key, present, CONFIG.dv, CONFIG.block_v)
         _, ds = derivatives(
             q, k, grad, v, lse[:, None], delta[:, None], added, seed_ptr, pair, lines[:, None], key[None, :],
             entry[None, :], exists[:, None] & present[None, :], shift, scale, drop, sizes, CONFIG,
@@ -166,12 +157,12 @@ def _attention_dq_kernel(
             add_relative(drelative_sums_ptr, ds, places_ptr, pair, lines, key, present, sizes, CONFIG)
     dq = tl.where(lost, float("nan"), dq * (scale * 0.6931471805599453))
     base, rows_at = token_major(pair // H, pair % H, Tq, H, lines)
-    store_rows(dq_ptr, base, rows_at, exists, D, dq, BLOCK_D)
+    store_rows(dq_ptr, base, rows_at, exists, CONFIG.d, dq, CONFIG.block_d)
     if drelative_sums_ptr is not None:
         if lost:
-            for position in range(0, TERMS * CONFIG.window):
-                at = (queries + lines) * (TERMS * CONFIG.window) + position
-                tl.store(drelative_sums_ptr + at, tl.full([BLOCK_M], float("nan"), tl.float32), mask=exists)
+            for position in range(0, CONFIG.terms * CONFIG.window):
+                at = (queries + lines) * (CONFIG.terms * CONFIG.window) + position
+                tl.store(drelative_sums_ptr + at, tl.full([CONFIG.block_m], float("nan"), tl.float32), mask=exists)
 
 
 @launch.kernel(do_not_specialize=["capacity", "drop"])
@@ -180,40 +171,33 @@ def _attention_dkdv_kernel(
     order_ptr, rows_ptr, lengths_ptr, elements_ptr, seed_ptr, H, GROUP, Tq, Tk, capacity, scale, drop,
     CONFIG: tl.constexpr,
 ):  # fmt: skip
-    BLOCK_Q: tl.constexpr = CONFIG.block_q
-    BLOCK_M: tl.constexpr = CONFIG.block_m
-    BLOCK_N: tl.constexpr = CONFIG.block_n
-    BLOCK_D: tl.constexpr = CONFIG.block_d
-    BLOCK_V: tl.constexpr = CONFIG.block_v
-    D: tl.constexpr = CONFIG.d
-    DV: tl.constexpr = CONFIG.dv
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
-    tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // BLOCK_N)
+    tiles = tl.cdiv(Tk, CONFIG.block_k) * (CONFIG.block_k // CONFIG.block_n)
     sizes = (tl.num_programs(0) // tiles // (H // GROUP), H, GROUP, Tq, Tk, capacity)
-    first_key = tl.program_id(0) % tiles * BLOCK_N
+    first_key = tl.program_id(0) % tiles * CONFIG.block_n
     pair = tl.program_id(0) // tiles
     batch = pair // (H // GROUP)
     limit, shift = reached(lengths_ptr, batch, Tq, Tk)
-    key = first_key + tl.arange(0, BLOCK_N)
+    key = first_key + tl.arange(0, CONFIG.block_n)
     keys = pair.to(tl.int64) * Tk
-    k = load_rows(k_ptr, keys, key, key < limit, D, BLOCK_D)
-    v = load_rows(v_ptr, keys, key, key < limit, DV, BLOCK_V)
-    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_V], tl.float32)
+    k = load_rows(k_ptr, keys, key, key < limit, CONFIG.d, CONFIG.block_d)
+    v = load_rows(v_ptr, keys, key, key < limit, CONFIG.dv, CONFIG.block_v)
+    dk = tl.full([CONFIG.block_n, CONFIG.block_d], 0.0, tl.float32)
+    dv = tl.full([CONFIG.block_n, CONFIG.block_v], 0.0, tl.float32)
     for member in range(0, GROUP):
         of_query = pair * GROUP + member
         lists = (offsets_ptr, order_ptr, rows_ptr)
         begin, count, base, lost = column_of(lists, first_key, limit, shift, batch, of_query % H, sizes, CONFIG)
         queries = of_query.to(tl.int64) * Tq
-        for first in range(0, count * BLOCK_Q, BLOCK_M):
-            at = first + tl.arange(0, BLOCK_M)
-            present = at < count * BLOCK_Q
-            entry = tl.load(order_ptr + begin + at // BLOCK_Q, mask=present, other=0)
-            query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * BLOCK_Q + at % BLOCK_Q
+        for first in range(0, count * CONFIG.block_q, CONFIG.block_m):
+            at = first + tl.arange(0, CONFIG.block_m)
+            present = at < count * CONFIG.block_q
+            entry = tl.load(order_ptr + begin + at // CONFIG.block_q, mask=present, other=0)
+            query = (tl.load(rows_ptr + entry, mask=present, other=0) - base) * CONFIG.block_q + at % CONFIG.block_q
             present = present & (query < Tq)
             lse, delta = load_stats(stats_ptr, of_query, query, present, Tq)
-            q = load_rows(q_ptr, queries, query, present, D, BLOCK_D)
-            grad = load_rows(grad_ptr, queries, query, present, DV, BLOCK_V)
+            q = load_rows(q_ptr, queries, query, present, CONFIG.d, CONFIG.block_d)
+            grad = load_rows(grad_ptr, queries, query, present, CONFIG.dv, CONFIG.block_v)
             weights, ds = derivatives(
                 k, q, v, grad, lse[None, :], delta[None, :], added, seed_ptr, of_query, query[None, :], key[:, None],
                 entry[None, :], (key < limit)[:, None] & present[None, :], shift, scale, drop, sizes, CONFIG,
@@ -223,8 +207,8 @@ def _attention_dkdv_kernel(
         dk = tl.where(lost, float("nan"), dk)
         dv = tl.where(lost, float("nan"), dv)
     base, rows_at = token_major(batch, pair % (H // GROUP), Tk, H // GROUP, key)
-    store_rows(dk_ptr, base, rows_at, key < Tk, D, dk * (scale * 0.6931471805599453), BLOCK_D)
-    store_rows(dv_ptr, base, rows_at, key < Tk, DV, dv, BLOCK_V)
+    store_rows(dk_ptr, base, rows_at, key < Tk, CONFIG.d, dk * (scale * 0.6931471805599453), CONFIG.block_d)
+    store_rows(dv_ptr, base, rows_at, key < Tk, CONFIG.dv, dv, CONFIG.block_v)
 
 
 @launch.kernel(do_not_specialize=["capacity", "drop"])
@@ -235,23 +219,15 @@ def _attention_dbias_kernel(
 ):  # fmt: skip
     """A tile of the bias lies within one block, and is the sum over the batches and heads that share it. `blocks_ptr`
     holds the number of each block for a dense bias, else its row."""
-    BLOCK_Q: tl.constexpr = CONFIG.block_q
-    BLOCK_K: tl.constexpr = CONFIG.block_k
-    BLOCK_M: tl.constexpr = CONFIG.block_m
-    BLOCK_N: tl.constexpr = CONFIG.block_n
-    BLOCK_D: tl.constexpr = CONFIG.block_d
-    BLOCK_V: tl.constexpr = CONFIG.block_v
-    D: tl.constexpr = CONFIG.d
-    DV: tl.constexpr = CONFIG.dv
-    SIDE_K: tl.constexpr = BLOCK_K // BLOCK_N
-    PARTS: tl.constexpr = BLOCK_Q // BLOCK_M * SIDE_K
+    SIDE_K: tl.constexpr = CONFIG.block_k // CONFIG.block_n
+    PARTS: tl.constexpr = CONFIG.block_q // CONFIG.block_m * SIDE_K
     DENSE: tl.constexpr = CONFIG.bias == "dense"
     OWN_BATCH: tl.constexpr = CONFIG.bias_batch if DENSE else CONFIG.layout_batch
     OWN_HEAD: tl.constexpr = CONFIG.bias_head if DENSE else CONFIG.layout_head
     added = (bias_ptr, relative_ptr, places_ptr, elements_ptr)
     sizes = (B, H, GROUP, Tq, Tk, capacity)
-    rows = tl.cdiv(Tq, BLOCK_Q)
-    columns = tl.cdiv(Tk, BLOCK_K)
+    rows = tl.cdiv(Tq, CONFIG.block_q)
+    columns = tl.cdiv(Tk, CONFIG.block_k)
     part = tl.program_id(0) % PARTS
     block = tl.program_id(0) // PARTS
     total = tl.load(offsets_ptr + last_of(B, H, rows, CONFIG))
@@ -265,12 +241,12 @@ def _attention_dbias_kernel(
     owner = line // rows
     heads = 1 if OWN_HEAD else H
     members = heads if OWN_BATCH else heads * B
-    row_in = part // SIDE_K * BLOCK_M + tl.arange(0, BLOCK_M)
-    column_in = part % SIDE_K * BLOCK_N + tl.arange(0, BLOCK_N)
-    lines = r * BLOCK_Q + row_in
-    key = c * BLOCK_K + column_in
+    row_in = part // SIDE_K * CONFIG.block_m + tl.arange(0, CONFIG.block_m)
+    column_in = part % SIDE_K * CONFIG.block_n + tl.arange(0, CONFIG.block_n)
+    lines = r * CONFIG.block_q + row_in
+    key = c * CONFIG.block_k + column_in
     exists = lines < Tq
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    acc = tl.full([CONFIG.block_m, CONFIG.block_n], 0.0, tl.float32)
     for member in range(0, members):
         batch = (owner // H if OWN_HEAD else owner) if OWN_BATCH else member // heads
         head = (owner % H if OWN_BATCH else owner) if OWN_HEAD else member % heads
@@ -285,10 +261,10 @@ def _attention_dbias_kernel(
             queries = pair.to(tl.int64) * Tq
             keys = (pair // GROUP).to(tl.int64) * Tk
             lse, delta = load_stats(stats_ptr, pair, lines, exists, Tq)
-            q = load_rows(q_ptr, queries, lines, exists, D, BLOCK_D)
-            grad = load_rows(grad_ptr, queries, lines, exists, DV, BLOCK_V)
-            k = load_rows(k_ptr, keys, key, present, D, BLOCK_D)
-            v = load_rows(v_ptr, keys, key, present, DV, BLOCK_V)
+            q = load_rows(q_ptr, queries, lines, exists, CONFIG.d, CONFIG.block_d)
+            grad = load_rows(grad_ptr, queries, lines, exists, CONFIG.dv, CONFIG.block_v)
+            k = load_rows(k_ptr, keys, key, present, CONFIG.d, CONFIG.block_d)
+            v = load_rows(v_ptr, keys, key, present, CONFIG.dv, CONFIG.block_v)
             _, ds = derivatives(
                 q, k, grad, v, lse[:, None], delta[:, None], added, seed_ptr, pair, lines[:, None], key[None, :],
                 tl.zeros([1, 1], tl.int32) + entry, exists[:, None] & present[None, :], shift, scale, drop, sizes,
@@ -300,8 +276,8 @@ def _attention_dbias_kernel(
         at = (owner.to(tl.int64) * Tq + lines)[:, None] * Tk + key[None, :]
         tl.store(dbias_ptr + at, acc, mask=exists[:, None] & (key < Tk)[None, :])
     else:
-        at = block.to(tl.int64) * (BLOCK_Q * BLOCK_K) + (row_in[:, None] * BLOCK_K + column_in[None, :])
-        tl.store(dbias_ptr + at, acc)
+        within = row_in[:, None] * CONFIG.block_k + column_in[None, :]
+        tl.store(dbias_ptr + block.to(tl.int64) * (CONFIG.block_q * CONFIG.block_k) + within, acc)
 
 
 def tile_of(d: int, size: int, block: tuple[int, int], terms: int = 0) -> Tile:

@@ -7,6 +7,8 @@ row of blocks: these then share the sectors of a few rows, which the first cache
 ask the second one for a sector an element. The result is written where the indices lay.
 """
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -41,17 +43,20 @@ def located(
 
 @launch.kernel(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])
 def _gather_kernel(
-    values_ptr, index_ptr, out_ptr, nnz_ptr, positions_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
+    out_ptr, values_ptr, nnz_ptr, positions_ptr, index_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
     D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND, capacity, index_capacity,
     HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr, STRICT: tl.constexpr,
 ):  # fmt: skip
-    """Program (TILE[0] blocks of indices, TILE[1] of their rows)."""
+    """Program (TILE[0] blocks of indices, TILE[1] of their rows). Without values, indices mark the cells of `out`, of
+    zeros, that they point into."""
     GROUP: tl.constexpr = TILE[0]
     LINES: tl.constexpr = TILE[1]
     block = tl.program_id(0) * GROUP + tl.arange(0, GROUP)
     exists = block < index_capacity
     index_nnz = tl.load(index_nnz_ptr)
-    overflowed = (index_nnz > index_capacity) | (tl.load(nnz_ptr) > capacity)
+    overflowed = index_nnz > index_capacity
+    if values_ptr is not None:
+        overflowed |= tl.load(nnz_ptr) > capacity
     zr = tl.maximum(tl.load(rows_ptr + block, mask=exists, other=0), 0)[:, None, None]
     c = tl.maximum(tl.load(cols_ptr + block, mask=exists, other=0), 0)[:, None, None]
     i = (tl.program_id(1) * LINES + tl.arange(0, LINES))[None, :, None]
@@ -65,33 +70,15 @@ def _gather_kernel(
         wrong = (target < -1) | (target >= BOUND) | overflowed
     target = tl.where(found, target, 0).to(tl.int32)
     cell, element = located(target, zr, c, i, j, D, INNER, D_INDEX, R_INDEX, R, C, HEIGHT, WIDTH, AXIS)
-    number = tl.load(positions_ptr + cell, mask=found, other=-1)
-    x = tl.load(values_ptr + number.to(tl.int64) * (HEIGHT * WIDTH) + element, mask=number >= 0, other=0)
-    x = tl.where(wrong, lost(x), x)
-    tl.store(out_ptr + at, x, mask=exists[:, None, None])
-
-
-@launch.kernel(do_not_specialize=["index_nnz_ptr", "D", "INNER", "D_INDEX"])
-def _gather_reach_kernel(
-    index_ptr, mask_ptr, index_nnz_ptr, rows_ptr, cols_ptr,
-    D, INNER, D_INDEX, R_INDEX, R, C, M_INDEX, N_INDEX, BOUND,
-    HEIGHT: tl.constexpr, WIDTH: tl.constexpr, TILE: tl.constexpr, AXIS: tl.constexpr,
-):  # fmt: skip
-    """Program (block of indices, TILE of its rows). Marks the cells that indices point into; all write the same."""
-    block = tl.program_id(0)
-    zr = tl.maximum(tl.load(rows_ptr + block), 0)
-    c = tl.maximum(tl.load(cols_ptr + block), 0)
-    i = (tl.program_id(1) * TILE + tl.arange(0, TILE))[:, None]
-    j = tl.arange(0, WIDTH)[None, :]
-    held = (zr % R_INDEX * HEIGHT + i < M_INDEX) & (c * WIDTH + j < N_INDEX) & (block < tl.load(index_nnz_ptr))
-    target = tl.load(index_ptr + block.to(tl.int64) * (HEIGHT * WIDTH) + i * WIDTH + j, mask=held, other=-1)
-    found = (target >= 0) & (target < BOUND)
-    target = tl.where(found, target, 0).to(tl.int32)
-    cell, _ = located(target, zr, c, i, j, D, INNER, D_INDEX, R_INDEX, R, C, HEIGHT, WIDTH, AXIS)
-    cell = tl.broadcast_to(cell, [TILE, WIDTH])
-    # Few cells are named by many: most find theirs marked, and leave it alone.
-    new = found & (tl.load(mask_ptr + cell, mask=found, other=1) == 0)
-    tl.store(mask_ptr + cell, tl.full([TILE, WIDTH], 1, tl.uint8), mask=new)
+    if values_ptr is not None:
+        number = tl.load(positions_ptr + cell, mask=found, other=-1)
+        x = tl.load(values_ptr + number.to(tl.int64) * (HEIGHT * WIDTH) + element, mask=number >= 0, other=0)
+        tl.store(out_ptr + at, tl.where(wrong, lost(x), x), mask=exists[:, None, None])
+    else:
+        # Few cells are named by many: most find theirs marked, and leave it alone.
+        to = out_ptr + tl.broadcast_to(cell, found.shape)
+        new = found & (tl.load(to, mask=found, other=1) == 0)
+        tl.store(to, tl.full(found.shape, 1, tl.uint8), mask=new)
 
 
 LINES = 2
@@ -99,40 +86,35 @@ LINES = 2
 
 
 def gather(call: BlocksparseGather) -> Tensor:
-    values, index, lists = call.values, call.index, Lists(call.layout, call.form)
-    names, along = Lists(call.index_layout, call.index_form), Direction(*call.axis)
-    capacity, height, width = index.shape
-    out = torch.empty(index.shape, dtype=values.dtype, device=index.device)
-    lines = LINES if along.axis == 2 else min(height, 2048 // width)
-    group = max(1, 2048 // (lines * width))
-    args = (
-        plain(values), index, plain(out), lists.nnz, lists.positions, names.nnz, names.row_indices, names.col_indices,
-        *sizes_of(along, names.form, lists.form), values.shape[0], capacity,
-    )  # fmt: skip
-    meta = {"HEIGHT": height, "WIDTH": width, "TILE": (group, lines), "AXIS": along.axis, "STRICT": call.strict}
-    grid = (launch.cdiv(capacity, group), height // lines, 1)
-    _gather_kernel(grid, args, meta, num_warps=max(1, group * lines * width // 512))
+    """Operator `blocksparse_gather`."""
+    values, lists = call.values, Lists(call.layout, call.form)
+    out = torch.empty(call.index.shape, dtype=values.dtype, device=values.device)
+    _follow(call, lists.form, plain(out), plain(values), lists.nnz, lists.positions, values.shape[0], call.strict)
     return out
 
 
-def sizes_of(along: Direction, names: Form, form: Form) -> tuple[int, ...]:
-    """The sizes of the indices and of the matrices that they point into, as the kernels take them."""
-    counts = max(names.rows, 1), max(form.rows, 1), max(form.cols, 1)
-    return along.d, along.inner, along.d_index, *counts, names.m, names.n, along.bound(form)
-
-
 def reach(call: BlocksparseGatherReach) -> Tensor:
-    index, names, form = call.index, Lists(call.index_layout, call.index_form), Form(*call.target)
-    capacity, height, width = index.shape
-    tile, along = min(height, 2048 // width), Direction(*call.axis)
-    mask = torch.zeros(form.z, form.rows, form.cols, dtype=torch.uint8, device=index.device)
-    args = (index, mask, names.nnz, names.row_indices, names.col_indices, *sizes_of(along, names.form, form))
-    meta = {"HEIGHT": height, "WIDTH": width, "TILE": tile, "AXIS": along.axis}
-    _gather_reach_kernel((capacity, height // tile, 1), args, meta, num_warps=max(1, tile * width // 512))
+    """Operator `blocksparse_gather_reach`."""
+    form = Form(*call.target)
+    mask = torch.zeros(form.z, form.rows, form.cols, dtype=torch.uint8, device=call.index.device)
+    _follow(call, form, mask, None, None, None, 0, False)
     return mask.view(torch.bool)
 
 
-EXAMPLES = {
-    _gather_kernel: {"HEIGHT": 64, "WIDTH": 64, "TILE": (16, 2), "AXIS": 2, "STRICT": True},
-    _gather_reach_kernel: {"HEIGHT": 64, "WIDTH": 64, "TILE": 32, "AXIS": 2},
-}
+def _follow(call: BlocksparseGather | BlocksparseGatherReach, form: Form, out: Tensor, *source: Any) -> None:
+    """Launches the kernel for indices into matrices of a form. `source` is values, nnz, positions and the capacity of
+    their layout, and whether an index out of range is an error."""
+    index, names, along = call.index, Lists(call.index_layout, call.index_form), Direction(*call.axis)
+    (capacity, height, width), of_index = index.shape, names.form
+    lines = LINES if along.axis == 2 else min(height, 2048 // width)
+    group = max(1, 2048 // (lines * width))
+    counts = max(of_index.rows, 1), max(form.rows, 1), max(form.cols, 1)
+    sizes = along.d, along.inner, along.d_index, *counts, of_index.m, of_index.n, along.bound(form)
+    lists = index, names.nnz, names.row_indices, names.col_indices
+    *source, room, strict = source
+    meta = {"HEIGHT": height, "WIDTH": width, "TILE": (group, lines), "AXIS": along.axis, "STRICT": strict}
+    grid, warps = (launch.cdiv(capacity, group), height // lines, 1), max(1, group * lines * width // 512)
+    _gather_kernel(grid, (out, *source, *lists, *sizes, room, capacity), meta, num_warps=warps)
+
+
+EXAMPLES = {_gather_kernel: {"HEIGHT": 64, "WIDTH": 64, "TILE": (16, 2), "AXIS": 2, "STRICT": True}}

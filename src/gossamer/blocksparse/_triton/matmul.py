@@ -23,8 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.blocksparse._triton.softmax import fill_rest
-from gossamer.blocksparse._triton.tensor import cell, from_dense, lost_blocks, place, to_dense
+from gossamer.blocksparse._triton.tensor import cell, fill_behind, from_dense, lost_blocks, place, to_dense
 from gossamer.blocksparse._triton.transpose import turn
 from gossamer.blocksparse.matmul_path import Plan, Turned, narrowed, plan_of, widest_for
 from gossamer.blocksparse.records import BlocksparseFromDense, BlocksparseMatmul, BlocksparseToDense
@@ -234,7 +233,7 @@ def _blocksparse_matmul_kernel(
             tl.store(out_ptr + to, acc.to(out_ptr.dtype.element_ty), mask=real)
     if out_offsets_ptr is not None:
         # Where blocks are lost a list of columns may miss some, so that the tiles alone would not reach every block.
-        fill_rest(out_ptr, tl.load(out_offsets_ptr + Z * rows), out_capacity, lost, BM, BN)
+        fill_behind(out_ptr, tl.load(out_offsets_ptr + Z * rows), out_capacity, lost, BM * BN, BM * BN)
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.gather import located
-from gossamer.blocksparse._triton.tensor import lost, plain
+from gossamer.blocksparse._triton.tensor import fill_behind, plain
 from gossamer.blocksparse._triton.transpose import turn_blocks
 from gossamer.blocksparse.indexed import choose_path
 from gossamer.blocksparse.lists import Lists
@@ -165,18 +165,6 @@ def put(
     tl.debug_barrier()
 
 
-@triton.jit
-def fill_behind(out_ptr, total, capacity, overflowed, AREA: tl.constexpr):
-    """Zeros behind the last block; where a layout has more blocks than room nothing is right."""
-    PIECE: tl.constexpr = 256
-    blank = tl.zeros([PIECE], out_ptr.dtype.element_ty)
-    if overflowed:
-        blank = lost(blank)
-    first = tl.where(overflowed, 0, total).to(tl.int64) * (AREA // PIECE)
-    for at in range(first + tl.program_id(0), capacity.to(tl.int64) * (AREA // PIECE), tl.num_programs(0)):
-        tl.store(out_ptr + at * PIECE + tl.arange(0, PIECE), blank)
-
-
 @launch.kernel(do_not_specialize=["groups", "capacity", "index_capacity"])
 def _scatter_reduce_kernel(
     out_ptr, given_ptr, src_ptr, index_ptr, kept_ptr, out_offsets_ptr, out_others_ptr, offsets_ptr, others_ptr, groups,
@@ -242,7 +230,7 @@ def _scatter_reduce_kernel(
             x = tl.load(kept_ptr + to, mask=exists, other=0)
             tl.store(out_ptr + place, x.to(out_ptr.dtype.element_ty), mask=exists)
         tl.debug_barrier()
-    fill_behind(out_ptr, total, capacity, overflowed, AREA)
+    fill_behind(out_ptr, total, capacity, overflowed, AREA, 256)
 
 
 @launch.kernel(do_not_specialize=["nnz_ptr", "index_nnz_ptr", "capacity", "index_capacity", "D", "INNER", "D_INDEX"])

@@ -20,22 +20,13 @@ from torch import Tensor
 
 from gossamer._core import launch, tuning
 from gossamer.blocksparse._triton.attention import listed
+from gossamer.blocksparse._triton.tensor import fill_behind
 from gossamer.blocksparse.attention_lists import span
 from gossamer.blocksparse.lists import Lists
 from gossamer.blocksparse.records import BlocksparseSoftmax, BlocksparseSoftmaxBwd
 
 LONGEST, STEP = 16384, 4096
 """Elements of a line that one program holds at once, and elements of a step where the average line has more."""
-
-
-@triton.jit
-def fill_rest(out_ptr, total, capacity, lost, HEIGHT: tl.constexpr, WIDTH: tl.constexpr):
-    """Zeros behind the last block, or NaN everywhere."""
-    flat = tl.arange(0, HEIGHT)[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
-    fill = tl.zeros([HEIGHT, WIDTH], tl.float32) + tl.where(lost, float("nan"), 0.0)
-    for block in range(tl.where(lost, 0, total) + tl.program_id(0), capacity, tl.num_programs(0)):
-        at = tl.full([], 0, tl.int64) + block
-        tl.store(out_ptr + at * (HEIGHT * WIDTH) + flat, fill.to(out_ptr.dtype.element_ty))
 
 
 @triton.jit
@@ -156,6 +147,7 @@ def _blocksparse_softmax_fwd_kernel(
 ):  # fmt: skip
     """Program (block row, LINES of it). SHAPE is that of a block, TILE the lines and elements of a step."""
     STEP: tl.constexpr = TILE[1]
+    AREA: tl.constexpr = SHAPE[0] * SHAPE[1]
     parts: tl.constexpr = SHAPE[0] // LINES
     row = tl.program_id(0) // parts
     i = tl.program_id(0) % parts * LINES + tl.arange(0, TILE[0])
@@ -176,7 +168,7 @@ def _blocksparse_softmax_fwd_kernel(
     else:
         for first in range(0, LINES, TILE[0]):
             softmax_in_two(source, out_ptr, lists, scale, line + first, i + first, SHAPE, STEP, MASK)
-    fill_rest(out_ptr, tl.load(offsets_ptr + last), capacity, lost, SHAPE[0], SHAPE[1])
+    fill_behind(out_ptr, tl.load(offsets_ptr + last), capacity, lost, AREA, AREA)
 
 
 @triton.jit
@@ -200,6 +192,7 @@ def _blocksparse_softmax_bwd_kernel(
     """Program (block row, lines of a step)."""
     BLOCK_M: tl.constexpr = TILE[0]
     STEP: tl.constexpr = TILE[1]
+    AREA: tl.constexpr = SHAPE[0] * SHAPE[1]
     parts: tl.constexpr = SHAPE[0] // BLOCK_M
     row = tl.program_id(0) // parts
     i = tl.program_id(0) % parts * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -221,7 +214,7 @@ def _blocksparse_softmax_bwd_kernel(
                 y, product, place, exists = load_products(sources, begin, count, i, first, SHAPE, STEP)
                 dx = tl.where(y == 0, 0.0, scale * (product - y * inner[:, None]))
                 tl.store(dx_ptr + place, dx.to(dx_ptr.dtype.element_ty), mask=exists)
-    fill_rest(dx_ptr, tl.load(offsets_ptr + last), capacity, lost, SHAPE[0], SHAPE[1])
+    fill_behind(dx_ptr, tl.load(offsets_ptr + last), capacity, lost, AREA, AREA)
 
 
 def softmax(call: BlocksparseSoftmax) -> Tensor:

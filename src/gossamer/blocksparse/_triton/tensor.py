@@ -29,6 +29,18 @@ def lost(x):
 
 
 @triton.jit
+def fill_behind(out_ptr, total, capacity, overflowed, AREA: tl.constexpr, PIECE: tl.constexpr):
+    """Zeros behind the last block, PIECE elements at a time; where a layout has more blocks than room nothing is right,
+    and nothing is kept."""
+    blank = tl.zeros([PIECE], out_ptr.dtype.element_ty)
+    if overflowed:
+        blank = lost(blank)
+    first = tl.where(overflowed, 0, total).to(tl.int64) * (AREA // PIECE)
+    for at in range(first + tl.program_id(0), capacity.to(tl.int64) * (AREA // PIECE), tl.num_programs(0)):
+        tl.store(out_ptr + at * PIECE + tl.arange(0, PIECE), blank)
+
+
+@triton.jit
 def place(z, r, c, rows, cols, TRANS: tl.constexpr):
     """Where the number of block (r, c) of op(B) stands."""
     if TRANS:

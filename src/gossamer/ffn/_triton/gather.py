@@ -25,6 +25,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from gossamer._core import launch, tuning
 from gossamer.ffn import costs
+from gossamer.ffn._triton.entry_lists import Weights
 from gossamer.ffn._triton.heavy import LISTED
 
 TILE, SLOTS = tl.constexpr(costs.TILE), tl.constexpr(costs.SLOTS)
@@ -133,8 +134,8 @@ SLICE = 2048
 def gather(
     packed: tuple[Tensor, Tensor, Tensor],
     x: Tensor,
-    up: tuple[Tensor, Tensor | None] | None,
-    down: tuple[Tensor, Tensor | None],
+    weights: Weights,
+    down_bias: Tensor | None,
     out: Tensor,
     nnz: Tensor,
     heavy: Tensor,
@@ -142,29 +143,28 @@ def gather(
 ) -> None:
     """Writes the rows of `out` that are not heavy, lists the others and counts all entries.
 
-    packed: values and indices [M, T, SLOTS] and counts [M, T], as `empty_twell` has them. x, up and down, (weight
-    [N, K] and [N, D], bias), are contiguous. heavy: the list, still empty.
+    packed: values and indices [M, T, SLOTS] and counts [M, T], as `empty_twell` has them. x is contiguous. heavy:
+    the list, still empty.
     """
-    (m, tiles, _), (down_weight, down_bias) = packed[0].shape, down
-    up_weight, up_bias = up or (None, None)
+    (m, tiles, _), up = packed[0].shape, weights.up
     k, d = x.shape[1], out.shape[1]
-    block_k = 1 if up_weight is None else launch.next_power_of_2(k)
+    block_k = 1 if up is None else launch.next_power_of_2(k)
     # Without x to multiply by, slices of a row have nothing in common.
-    block_d = launch.next_power_of_2(d) if up_weight is not None else min(launch.next_power_of_2(d), SLICE)
+    block_d = launch.next_power_of_2(d) if up is not None else min(launch.next_power_of_2(d), SLICE)
     slices = launch.cdiv(d, block_d)
     warps = min(16, max(1, max(block_k, block_d) // WIDTH))
-    stages, registers = stages_and_registers(0 if up_weight is None else k, d, x.element_size(), warps)
+    stages, registers = stages_and_registers(0 if up is None else k, d, x.element_size(), warps)
     room = max(1, min(8, 8 * tuning.programs(x.device) // max(1, m * slices)))
     # A power of two: each number of parts is compiled.
     parts = 1 << (room.bit_length() - 1)
+    follows = tuning.dependent_launch(x.device)
     meta = {
         "BLOCK_E": 1, "BLOCK_K": block_k, "BLOCK_D": block_d, "PARTS": parts,
         "SQUARED": squared, "BLOCK_T": launch.next_power_of_2(tiles), "STAGES": stages,
-        "DEPENDENT": tuning.dependent_launch(x.device),
+        "DEPENDENT": follows,
     }  # fmt: skip
     whole = out if parts == 1 else torch.empty(m, parts, d, dtype=torch.float32, device=x.device)
-    heads = (*packed, x, up_weight, up_bias, down_weight, down_bias, whole, nnz, heavy)
-    follows = tuning.dependent_launch(x.device)
+    heads = (*packed, x, *weights[3:], down_bias, whole, nnz, heavy)
     registers = registers if m >= costs.MANY else None
     options: dict[str, Any] = {"num_warps": warps, "maxnreg": registers, "launch_pdl": follows}
     _ffn_gather_kernel((m, slices, parts), (*heads, tiles, k, d), meta, **options)

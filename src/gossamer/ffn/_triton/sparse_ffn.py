@@ -5,12 +5,11 @@ device knows: it gathers the weights of the row's entries (`gather`), or multipl
 launched, and the second leaves at once where no row is left to it. Few rows have kernels of their own (`few`).
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from gossamer.ffn._triton import few, gather, heavy
+from gossamer.ffn._triton.entry_lists import Weights
 from gossamer.ffn._triton.gather import SLOTS, TILE
 from gossamer.ffn._triton.heavy import LISTED
 from gossamer.ffn.costs import costs_of
@@ -59,42 +58,25 @@ def _readable(operands: Operands, is_few: bool) -> Operands:
 
 def _many(operands: Operands, out: Tensor, nnz: Tensor, squared: bool) -> None:
     """Writes out and nnz for any number of rows, BLOCK at a time."""
-    x, *gate, up_weight, up_bias, down_weight, down_bias = operands
-    assert x is not None and down_weight is not None
-    by_columns = down_weight.t().is_contiguous()
-    down_rows = down_weight.t() if by_columns else down_weight.new_empty(down_weight.shape[1], out.shape[1])
-    up = None if up_weight is None else (up_weight, up_bias)
+    x, *gate, up, up_bias, source, down_bias = operands
+    assert x is not None and gate[0] is not None and source is not None
+    (d, n), k = source.shape, x.shape[1]
+    by_columns = source.t().is_contiguous()
+    weights = Weights(*gate, up, up_bias, source.t() if by_columns else source.new_empty(n, d))  # type: ignore[arg-type]
+    limit = costs_of(n, k, d, up is not None, x).limit
     for first in range(0, x.shape[0], BLOCK):
-        part = slice(first, min(first + BLOCK, x.shape[0]))
-        source = None if by_columns or first else down_weight
-        _block(x[part], tuple(gate), up, (down_rows, down_bias), source, squared, out[part], nnz[part])
-
-
-def _block(
-    x: Tensor,
-    gate: tuple[Any, ...],
-    up: tuple[Tensor, Tensor | None] | None,
-    down: tuple[Tensor, Tensor | None],
-    source: Tensor | None,
-    squared: bool,
-    out: Tensor,
-    nnz: Tensor,
-) -> None:
-    """One block of rows. The weight of down is [N, D] here, the transpose of `source` where that is given: this fills
-    it."""
-    (m, k), n = x.shape, gate[0].shape[0]
-    limit = costs_of(n, k, out.shape[1], up is not None, x).limit
-    listed = torch.empty(LISTED.value + m, dtype=torch.int32, device=x.device)
-    packed, listing = pack(x, *gate, words=(listed, limit))
-    if not listing:
-        heavy.start(listed, limit)
-    if source is not None and source.stride(1) == 1:
-        # Where Hopper packs, on the multiprocessors that have no more tiles.
-        launch_dense_transpose(source, down[0], listing)
-    elif source is not None:
-        down[0].copy_(source.t())
-    gather.gather(packed, x, up, down, out, nnz, listed, squared)
-    heavy.project(listed, x, (*gate, *(up or (None, None)), *down), out, squared)
+        rows, result = (t[first : first + BLOCK] for t in (x, out))
+        listed = torch.empty(LISTED.value + rows.shape[0], dtype=torch.int32, device=x.device)
+        packed, listing = pack(rows, *gate, words=(listed, limit))  # type: ignore[arg-type]
+        if not listing:
+            heavy.start(listed, limit)
+        if first == 0 and not by_columns and source.stride(1) == 1:
+            # Where Hopper packs, on the multiprocessors that have no more tiles.
+            launch_dense_transpose(source, weights.down, listing)
+        elif first == 0 and not by_columns:
+            weights.down.copy_(source.t())
+        gather.gather(packed, rows, weights, down_bias, result, nnz[first : first + BLOCK], listed, squared)
+        heavy.project(listed, rows, (*weights, down_bias), result, squared)
 
 
 def pack(

@@ -185,7 +185,8 @@ def glu_bwd(call: GluBwd) -> tuple[Tensor, Tensor]:
 
 def gated_mlp_bwd(call: GatedMlpBwd) -> Tensor:
     """The product of activated gate and up, [M, N]."""
-    hidden = call.grad @ call.down_weight
+    hidden = torch.empty_like(call.gate)
+    multiply_into(hidden, call.grad, call.down_weight, None)
     launch_glu_bwd(hidden, call.gate, call.up, (call.gate, call.up), hidden, call.activation)
     return hidden
 

@@ -291,13 +291,11 @@ def matmul_bwd(call: MatmulBwd) -> tuple[Tensor, Tensor]:
     grad_weight = torch.empty(n, d, dtype=dtype, device=grad.device)
     size = 0 if weight is None else values.numel()
     long = min(n, keys.numel() // LONG)
-    # Each from an aligned address on: the gradient, how many columns are long, which columns.
-    start = launch.cdiv(size, 4) * 4
-    zeros = torch.zeros(start + 4 + long, dtype=torch.float32, device=grad.device)
-    grad_values = zeros[:0] if weight is None else zeros[:size]
+    grad_values = torch.zeros(size, dtype=torch.float32, device=grad.device)
     if n == 0 or d == 0:
         return grad_weight, grad_values
-    noted = zeros[start:].view(torch.int32)
+    # How many columns are long, and from an aligned address on, which.
+    noted = torch.zeros(4 + long, dtype=torch.int32, device=grad.device)
     weight = None if weight is None else rows_contiguous(weight)
     stride = 0 if weight is None else weight.stride(0)
     tile = bwd_tile(grad.element_size())

@@ -8,7 +8,6 @@ serve as the container's source: -0.0 stands for an entry of value 0, +0.0 for n
 """
 
 import torch
-import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -76,15 +75,13 @@ def encode(call: SaeEncode) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
             return group_max(call)
         absolute = activation == "abstopk"
         z, bias = _pre_activations(x, weight, bias, 0.0 if absolute else float("-inf"))
-        more = z.shape[1] - n
-        if more:
-            # Columns that no rule keeps: the kernels do not tell them from others.
-            bias = None if bias is None else F.pad(bias, (0, more))
-            # Not 0, which times -inf is NaN, the largest of all.
-            scale = None if scale is None else F.pad(scale, (0, more), value=1.0)
-            if threshold is not None:
-                # A NaN that stands for all columns would keep these, too.
-                threshold = F.pad(threshold, (0, more))
+        if z.shape[1] > n:
+            # Columns that no rule keeps: the kernels do not tell them from others. The scale is not 0, which times -inf
+            # is NaN, the largest of all; a NaN among thresholds that stands for all columns would keep these, too.
+            bias, scale, threshold = (
+                None if vector is None else _padded(vector, z.shape[1], value)
+                for vector, value in ((bias, 0.0), (scale, 1.0), (threshold, 0.0))
+            )
         if path == "list":
             values, indices, spans, l0 = _by_threshold(z, Limit(bias, threshold, bandwidth / 2), capacity, n)
         elif not z.numel():
@@ -106,13 +103,21 @@ def _pre_activations(x: Tensor, weight: Tensor, bias: Tensor | None, more: float
     # cuBLAS leaves the further columns alone.
     product = z[:, :n]
     if z.shape[1] != n:
-        z[:, n:] = more
+        z[:, n:].fill_(more)
     # The product's own epilogue adds in float32 as well, and rounds once.
     if bias is not None and bias.dtype is weight.dtype:
         torch.addmm(bias, x, weight, out=product)
         return z, None
     torch.mm(x, weight, out=product)
     return z, bias
+
+
+def _padded(vector: Tensor, size: int, value: float) -> Tensor:
+    """The vector, and numbers behind it, by steps that a launcher may be repeated with."""
+    out = vector.new_empty(size)
+    out[: len(vector)].copy_(vector)
+    out[len(vector) :].fill_(value)
+    return out
 
 
 def _by_threshold(z: Tensor, limit: Limit, capacity: int | None, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
