@@ -183,6 +183,25 @@ CASES: dict[str, tuple[Callable[[torch.device], Sequence[Call]], int]] = {
 }
 
 
+def test_steps_by_pytorch(device: torch.device) -> None:
+    """A function that can write its result where it is told is repeated, in whatever form it is called."""
+    asked = []
+
+    def run(call: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+        asked.append(call)
+        x, y = call
+        held = torch.where(x > 0, x - 2 * y, x.cumsum(0, dtype=torch.float64).float())
+        whole = (x + 3).floor_divide(2).sum(1, keepdim=True).to(torch.int64)
+        return x @ y, held, whole, y.mul(2).add_(x, alpha=3), x.clamp(min=0).amax(1), torch.add(x, y, alpha=2)
+
+    repeated = replay.Repeated(run, lambda call: call, [0, 1], lambda call: ())
+    for _ in range(4):
+        given = torch.randn(5, 5, device=device), torch.randn(5, 5, device=device)
+        for a, b in zip(run(given), repeated(given), strict=True):
+            assert a.stride() == b.stride() and a.dtype is b.dtype and torch.equal(a, b)
+    assert len(asked) == 6
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_other_operands(
     case: str, device: torch.device, stopped: Callable[[], None], monkeypatch: pytest.MonkeyPatch
@@ -238,12 +257,17 @@ def test_copies_are_repeated(device: torch.device, stopped: Callable[[], None]) 
 
 
 def test_other_steps_are_not_repeated(device: torch.device) -> None:
-    """A launcher that adds in PyTorch, or reads a tensor of its own, is asked each time."""
+    """A launcher whose step by PyTorch cannot write where it is told, or draws numbers, or that reads a tensor of its
+    own, is asked each time."""
     own, asked = torch.ones(4, device=device), []
 
-    def adds(call: tuple[Tensor]) -> Tensor:
+    def sums(call: tuple[Tensor]) -> Tensor:
         asked.append(call)
-        return call[0].new_empty(4).copy_(call[0] + 1)
+        return call[0].new_empty(4).copy_(call[0].sum())
+
+    def draws(call: tuple[Tensor]) -> Tensor:
+        asked.append(call)
+        return call[0].new_empty(4).bernoulli_(1.0)
 
     def reads(call: tuple[Tensor]) -> Tensor:
         asked.append(call)
@@ -253,7 +277,7 @@ def test_other_steps_are_not_repeated(device: torch.device) -> None:
         asked.append(call)
         return call[0].view(2, 2)
 
-    for run in (adds, reads, gives):
+    for run in (sums, draws, reads, gives):
         asked.clear()
         repeated = replay.Repeated(run, lambda call: call, [0], lambda call: ())
         for at in range(4):

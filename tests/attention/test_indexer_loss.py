@@ -69,6 +69,27 @@ def test_against_dense(
             assert_close(a, reference64=c, plain=rounded, name=f"gradient of {name}")
 
 
+@pytest.mark.parametrize("heads, d", [(2, 0), (0, 8)])
+def test_an_indexer_that_scores_all_keys_alike(
+    heads: int, d: int, device: torch.device, generator: torch.Generator
+) -> None:
+    """Without columns or heads: the distance is that from the uniform distribution, and no gradient changes it."""
+    leaves = operands(1, 2, 1, 33, 16, heads, d, torch.float32, device, generator)
+    mask = torch.ones(1, 33, 33, dtype=torch.bool, device=device)
+    loss = indexer_loss(*leaves, scale_idx=1.0, causal=True)
+    torch.testing.assert_close(loss.double(), reference(*[x.double() for x in leaves], mask, scale_idx=1.0))
+    for gradient in torch.autograd.grad(loss, leaves[2:]):
+        torch.testing.assert_close(gradient, torch.zeros_like(gradient), rtol=0, atol=1e-6)
+
+
+def test_dtypes_that_differ(device: torch.device, generator: torch.Generator) -> None:
+    leaves = operands(1, 2, 1, 5, 16, 2, 8, torch.float32, device, generator)
+    for at, name in ((2, "q_idx"), (3, "k_idx")):
+        other = [*leaves[:at], leaves[at].half(), *leaves[at + 1 :]]
+        with pytest.raises(TypeError, match=f"indexer_loss: q and {name} must have one dtype, got float32 and float16"):
+            indexer_loss(*other)
+
+
 def test_scores_beyond_the_range_of_exponentials(device: torch.device, generator: torch.Generator) -> None:
     """A ReLU has no bounds: exp(score) overflows from 89 on."""
     leaves = operands(1, 2, 1, 70, 16, 4, 16, torch.float32, device, generator)

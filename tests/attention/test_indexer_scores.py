@@ -47,6 +47,21 @@ def test_scores_and_gradients(case: tuple[Any, ...], activation: Any, dtype: tor
         assert_close(a, reference64=r, plain=p + slack * (p - r >= 0) - slack * (p - r < 0), name=name)
 
 
+@pytest.mark.parametrize("heads, d", [(2, 0), (0, 8)])
+def test_without_columns_or_heads(heads: int, d: int, device: torch.device) -> None:
+    """Scores are the activations of the biases, or 0."""
+    case = (2, heads, 3, 5, d, True, None)
+    given = inputs(case, torch.float32, device, grad=True)
+    out, seen = indexer_scores(*given, causal=True), visible(case).to(device)
+    wide = [x.detach().double().requires_grad_() for x in given]
+    wanted = dense(*wide, 1.0)
+    assert torch.equal(out == -torch.inf, ~seen)
+    torch.testing.assert_close(out[seen].double(), wanted[seen], rtol=1e-6, atol=1e-6)
+    grads = torch.autograd.grad(out[seen].sum(), given)
+    for a, b in zip(grads, torch.autograd.grad(wanted[seen].sum(), wide), strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.native
 @pytest.mark.parametrize("activation", ["sigmoid", "relu"])
 def test_gradcheck(activation: Any) -> None:

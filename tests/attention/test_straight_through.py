@@ -123,7 +123,7 @@ def test_errors() -> None:
         sparse_attention(q, k, v, selection, indexer=indexer, causal=True)  # type: ignore[call-overload]
     with pytest.raises(ValueError, match=r"w must have shape \[B, Tq, Hi\] = \[1, 5, 2\] like q_idx"):
         sparse_attention(q, k, v, selection, indexer=(*indexer[:2], indexer[2][:, :4], indexer[3]), causal=True)
-    with pytest.raises(TypeError, match="q_idx and k_idx must have the dtype of q, float32, got float16"):
+    with pytest.raises(TypeError, match="q and q_idx must have one dtype, got float32 and float16"):
         sparse_attention(q, k, v, selection, indexer=(indexer[0].half(), *indexer[1:]), causal=True)
     with pytest.raises(ValueError, match="indexer_activation must be one of 'sigmoid', 'relu', got 'tanh'"):
         sparse_attention(q, k, v, selection, indexer_activation="tanh")  # type: ignore[call-overload]

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from gossamer.blocksparse import Relative, attention
+from gossamer.blocksparse import Layout, Relative, attention
 from tests.blocksparse.attention_oracle import check, problem, terms_for
 
 
@@ -55,6 +55,23 @@ def test_bounds_that_are_not_symmetric(rows: int, first: int, beyond: bool, devi
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("query, key", [(-(1 << 30), 1 << 30), (1 << 30, -(1 << 30))])
+def test_positions_that_are_far_apart(query: int, key: int, device: torch.device) -> None:
+    """A difference of two positions within 2^30 may be beyond int32, and so may the start of a table."""
+    q, k, v = torch.randn(3, 1, 1, 16, 8, device=device)
+    table, layout = torch.randn(1, 3, 8, device=device), Layout.full((1, 1), 16, device=device)
+    places = torch.full((16,), query, device=device)
+    # Half of the keys stand beside the queries.
+    others = torch.where(torch.arange(16, device=device) < 8, key, query)
+    rows = torch.where(others == query, 1, 2 if key > query else 0)
+    wanted = ((q @ (k + table[0, rows]).mT) * 8**-0.5).softmax(-1) @ v
+    torch.testing.assert_close(attention(q, k, v, layout, relative=Relative(table, places, others)), wanted)
+    near = torch.arange(16, device=device)
+    last = [Relative.starting_at(table, near, near, first) for first in (-20, -(1 << 32), -(1 << 80))]
+    outs = [attention(q, k, v, layout, relative=term) for term in last]
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
 def test_plain_load_reads_a_term(device: torch.device) -> None:
     term, file = terms_for(device, torch.float32, 40, 50, 16, 2)[0], io.BytesIO()
     torch.save(term, file)
@@ -90,3 +107,8 @@ def test_errors_of_relative() -> None:
         Relative.starting_at(torch.ones(1, 0, 8), places, places, 0)
     with pytest.raises(TypeError, match=r"blocksparse\.Relative: key_positions must be integers, got float32"):
         Relative.starting_at(torch.ones(1, 4, 8), places, places.float(), 0)
+    with pytest.raises(TypeError, match=r"blocksparse\.Relative: first must be an int, .* got 1.5"):
+        Relative.starting_at(torch.ones(1, 4, 8), places, places, 1.5)  # type: ignore[arg-type]
+    q = torch.ones(1, 1, 16, 8)
+    with pytest.raises(TypeError, match=r"relative must hold blocksparse\.Relative terms, got int"):
+        attention(q, q, q, Layout.full((1, 1), 16), relative=3)  # type: ignore[arg-type]

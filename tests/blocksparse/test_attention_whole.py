@@ -122,3 +122,14 @@ def test_whole_layouts_call_the_operator_of_pytorch(
     seen.clear()
     blocksparse.attention(q, k, v, CASES[name][0](), causal=causal, dropout=0.5)
     assert not seen
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+def test_any_scale(scale: float) -> None:
+    """PyTorch's operator on a CPU gives NaN below a diagonal, where it scales the mask too."""
+    q, k, v = operands()
+    keys, values = (x.repeat_interleave(2, 1) for x in (k, v))
+    mask = torch.ones(T, T).bool().tril()
+    wanted = ((q @ keys.mT) * scale).masked_fill(~mask, -torch.inf).softmax(-1) @ values
+    for layout, causal in ((CASES["pattern"][0](), False), (Layout.full((5, 5), BLOCK), True)):
+        torch.testing.assert_close(blocksparse.attention(q, k, v, layout, causal=causal, scale=scale), wanted)

@@ -93,6 +93,8 @@ def test_flex_attention_takes_it(device: torch.device) -> None:
 
 
 def test_block_mask_errors() -> None:
+    with pytest.raises(TypeError, match="from_block_mask: mask must be a BlockMask of FlexAttention's, got Layout"):
+        from_block_mask(Layout.full((1, 1), 16))
     with pytest.raises(TypeError, match=r"to_block_mask: layout must be a blocksparse\.Layout"):
         to_block_mask(torch.ones(2, 2))
     with pytest.raises(ValueError, match=r"to_block_mask: layout must be \(B, H, rows, cols\) at most"):

@@ -183,6 +183,7 @@ def test_capture() -> None:
     [
         ({"mask": torch.ones(3).bool()}, r"mask must have shape \[..., rows, cols\], got \[3\]"),
         ({"block_size": 48}, "block_size must be 16, 32, 64 or 128, or a pair of these, got 48"),
+        ({"block_size": 16.0}, "block_size must be 16, 32, 64 or 128, or a pair of these, got 16.0"),
         ({"size": (32, 33)}, r"size must be of 2 x 2 blocks of 16 x 16 like mask, got \(32, 33\)"),
         ({"capacity": 0}, "capacity must be at least 1, got 0"),
     ],

@@ -1,5 +1,7 @@
 """Patterns against their definition, element by element."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -158,3 +160,16 @@ def test_errors() -> None:
         blocksparse.causal((32, 32), 16, lengths=torch.tensor([8.5]))
     with pytest.raises(TypeError, match=r"blocksparse.global_tokens: tokens must be int32 or int64, got float32"):
         blocksparse.global_tokens((32, 32), 16, torch.tensor([1.0]))
+    for window in ((3, 0, 1), (3,)):
+        with pytest.raises(
+            ValueError, match=r"blocksparse.sliding_window: window must be a number of keys, or \(behind"
+        ):
+            blocksparse.sliding_window((32, 32), 16, window)
+
+
+@pytest.mark.parametrize("size", [(-1, 32), (32.0, 32), (32, 32, 32), 32], ids=str)
+def test_sizes_are_two_ints(size: Any) -> None:
+    with pytest.raises(ValueError, match=r"blocksparse\.causal: size must be \(M, N\), two ints of at least 0, got"):
+        blocksparse.causal(size, 16)
+    with pytest.raises(ValueError, match=r"from_mask: size must be \(M, N\), two ints of at least 0, got"):
+        blocksparse.Layout.from_mask(torch.ones(2, 2).bool(), 16, size=size)

@@ -272,6 +272,11 @@ def test_more_than_2_to_the_31_elements() -> None:
             ValueError,
             r"cat: tensors\[1\] must be like tensors\[0\] but for dim 0",
         ),
+        (lambda x: repeat(x, 2), TypeError, "repeat: sizes must be a list or tuple of ints, got int"),
+        (lambda x: split(x, 1.5), TypeError, "split: split_size must be a list or tuple of ints, got float"),
+        (lambda x: split(x, [16.0, 16.0]), TypeError, r"split: split_size must be a list or tuple of ints, got \[16.0"),
+        (lambda x: cat(x), TypeError, "cat: tensors must be a list or tuple of BlockSparseTensors, got BlockSparseT"),
+        (lambda x: stack(x for _ in range(2)), TypeError, "stack: tensors must be a list or tuple of .* got generator"),
         (lambda x: stack([]), ValueError, "stack: tensors must hold at least one"),
         (
             lambda x: stack([x, x], 1),

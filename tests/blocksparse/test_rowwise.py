@@ -88,6 +88,8 @@ def test_nan_spoils_its_row_alone(device: torch.device) -> None:
     "call, error, message",
     [
         (lambda x: layer_norm(x, torch.ones(3)), ValueError, r"layer_norm: weight must have shape \[N\] = \[32\]"),
+        (lambda x: layer_norm(x, eps="a"), ValueError, "layer_norm: eps must be a finite number, got 'a'"),
+        (lambda x: rms_norm(x, eps="a"), ValueError, "rms_norm: eps must be a finite number, got 'a'"),
         (lambda x: rms_norm(x.values), TypeError, "rms_norm: x must be a BlockSparseTensor"),
     ],
 )

@@ -125,3 +125,8 @@ def test_compiled_once(device: torch.device, generator: torch.Generator) -> None
             block(other[: 1 + turn])
     assert len(made) <= 2
     torch._dynamo.reset()
+
+
+def test_a_lag_of_no_calls() -> None:
+    with pytest.raises(ValueError, match=r"ffn.BlockTracker: lag must be"):
+        ffn.BlockTracker(lag=0)

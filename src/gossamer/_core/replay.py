@@ -6,12 +6,13 @@ launches. A `Recording` keeps the compiled launches, and for each of their point
 it points into, and its offset there. It holds no tensor, no memory and no stream, so it serves any operands of its key,
 in eager calls and while a CUDA graph captures.
 
-A launcher is recorded only if each of its steps is an allocation, a view, a copy, a product that the library writes
-where it is told, or a launch: a mode of PyTorch's dispatcher looks on and refuses every other step, as it refuses a
+A launcher is recorded only if each of its steps is a launch, an allocation, a view, or a function of PyTorch that can
+write its result where it is told: a mode of PyTorch's dispatcher looks on and refuses every other step, as it refuses a
 pointer into memory that no step has made. Memory that launches of a stream share, `flags`, `scratch` and `counters` of
 `launch`, is asked for anew.
 """
 
+import functools
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from operator import itemgetter
@@ -39,20 +40,16 @@ _MAKES: dict[Any, tuple[Callable[..., Any] | None, int]] = {
     **dict.fromkeys(_EMPTIES, (None, 0)),
     **dict.fromkeys(_ZEROS, (Tensor.zero_, 0)),
     **dict.fromkeys((_aten.clone.default, _aten._to_copy.default), (Tensor.copy_, 1)),
-    _aten.sub.Tensor: (lambda out, a, b: torch.sub(a, b, out=out), 2),
-    _aten.cumsum.default: (lambda out, x, dim: torch.cumsum(x, dim, dtype=out.dtype, out=out), 2),
 }
-"""Steps by PyTorch that make a tensor, the functions that write it again, and how many of the arguments these take."""
-_WRITES: dict[Any, Callable[..., Any]] = {
-    _aten.copy_.default: Tensor.copy_,
-    _aten.zero_.default: Tensor.zero_,
-    _aten.fill_.Scalar: Tensor.fill_,
-    _aten.add_.Tensor: Tensor.add_,
-    _aten.mul_.Tensor: Tensor.mul_,
-    _aten.mm.out: lambda a, b, out: torch.mm(a, b, out=out),
-    _aten.addmm.out: lambda bias, a, b, out: torch.addmm(bias, a, b, out=out),
+"""Steps by PyTorch that allocate, the functions that write the memory, and how many of the arguments these take."""
+_IN_PYTHON: dict[Any, Callable[..., Any]] = {
+    **{_aten.copy_.default: Tensor.copy_, _aten.zero_.default: Tensor.zero_, _aten.fill_.Scalar: Tensor.fill_},
+    **{_aten.add_.Tensor: Tensor.add_, _aten.mm.out: torch.mm, _aten.addmm.out: torch.addmm},
 }
-"""Steps that write where they are told, and the functions that repeat them."""
+"""Functions that take less time than the same by PyTorch's dispatcher, for steps that are taken often."""
+_UNFIT = {torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+_UNFIT |= {torch.Tag.inplace_view}
+_ALLOCATION = {"dtype", "layout", "device", "pin_memory"}
 _MOST_BYTES = 1 << 26
 """Of allocations that are no results. A recording holds them all until it ends, where a launcher may use memory again;
 and calls that need more take the device longer than the host."""
@@ -117,28 +114,35 @@ class Recorder(TorchDispatchMode):
         made = function(*args, **kwargs)
         if not self.complete:
             return made
-        if function in _MAKES and "alpha" not in kwargs:
+        if not function.is_view:
+            self._step(function, made, args, kwargs)
+        return made
+
+    def _step(self, function: Any, made: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        """A step by PyTorch that writes, or that makes a tensor: an allocation, and a step that writes it."""
+        write, count = _MAKES.get(function, (writer_of(function, self._device.type), None))
+        if count is None and write is None:
+            self.refuse()
+            return
+        if write is not function:
             self._bytes += made.nbytes
             if made.device != self._device or self._bytes > 4 * _MOST_BYTES:
                 self.refuse()
-                return made
+                return
             self.keep(made, EMPTY[self._device.type], tuple(made.shape), made.stride(), made.dtype, owned=True)
-            write, count = _MAKES[function]
-            if write is not None:
-                self._write(write, made, *args[:count])
-        elif function in _WRITES and not kwargs.keys() - {"out"}:
-            self._write(_WRITES[function], *args, *kwargs.values())
-        elif not function.is_view:
-            self.refuse()
-        return made
+            if count is not None:
+                args, kwargs = (made, *args[:count]), {}
+            else:
+                given = {argument.name for argument in write._schema.arguments}  # type: ignore[union-attr]
+                kwargs = {name: value for name, value in kwargs.items() if name in given} | {"out": made}
+        if write is not None:
+            run = _run_below_autograd, (_IN_PYTHON.get(write, write), tuple(kwargs))
+            self.add(run, (1, 1, 1), (*args, *kwargs.values()), {}, views=True)
 
     def keep(self, made: Tensor, maker: Callable[..., Any], *given: Any, owned: bool = False) -> None:
         """Memory that a step has made, and a repetition makes by `maker`; `owned` by this call alone."""
         self._places[_storage(made)] = len(self.memory)
         self.memory.append(Memory(made, maker, given, owned))
-
-    def _write(self, function: Any, *args: Any) -> None:
-        self.add((_run_below_autograd, (function,)), (1, 1, 1), args, {}, views=True)
 
     def _place_of(self, x: Tensor) -> tuple[int, int]:
         """(place in `memory`, bytes behind its beginning) of a tensor."""
@@ -175,7 +179,7 @@ class Recorder(TorchDispatchMode):
                 self.refuse()
             kind = (type(arg), {**vars(arg), "base": None})
             self.computed.objects.append((self._extra(), place, _descriptor, kind))
-        elif isinstance(arg, tuple):
+        elif isinstance(arg, tuple) or (isinstance(arg, list) and any(isinstance(each, Tensor) for each in arg)):
             self.refuse()
         else:
             self._extra(arg)
@@ -210,7 +214,7 @@ class Recorder(TorchDispatchMode):
                 return None
             if whole.tensor.dtype is not result.dtype:
                 return None
-            like = tuple(result.shape), result.stride()
+            like: Any = tuple(result.shape), result.stride()
             if whole.tensor.nbytes == result.nbytes:
                 made[steps.index(place)], like = (whole.maker, (*like, result.dtype), True), None
             returned[place] = like
@@ -347,10 +351,34 @@ def _storage(x: Tensor) -> int:
     return x.untyped_storage()._cdata
 
 
-def _run_below_autograd(x: int, y: int, z: int, stream: int, function: Any, *args: Any) -> None:
-    """A step by PyTorch, which takes the place of a launch."""
+@functools.cache
+def writer_of(function: Any, device: str) -> Any:
+    """The function of PyTorch that writes the result of this one, by a kernel of its own: others make the result anew,
+    and copy it. The function itself if it writes; None if there is none, or the result follows from more than the
+    arguments."""
+    schema = function._schema
+    if function.namespace != "aten" or _UNFIT & {*function.tags} or len(schema.returns) != 1:
+        return None
+    if schema.is_mutable:
+        return function
+    given = {argument.name: str(argument.type) for argument in schema.arguments}
+    packet = function._overloadpacket
+    for form in map(packet.__getattr__, packet.overloads()):
+        wanted = {each.name: str(each.type) for each in form._schema.arguments if not each.is_out}
+        same = {name: kind for name, kind in given.items() if name in wanted or name not in _ALLOCATION}
+        if len(form._schema.arguments) == len(wanted) + 1 and wanted == same:
+            has_kernel: Any = torch._C._dispatch_has_kernel_for_dispatch_key
+            return form if has_kernel(form.name(), device.upper()) else None
+    return None
+
+
+def _run_below_autograd(
+    x: int, y: int, z: int, stream: int, function: Any, names: tuple[str, ...], *args: Any
+) -> None:  # fmt: skip
+    """A step by PyTorch, which takes the place of a launch. The last arguments have names."""
+    first = len(args) - len(names)
     with torch._C._AutoDispatchBelowAutograd():
-        function(*args)
+        function(*args[:first], **dict(zip(names, args[first:])))
 
 
 def _view(x: Tensor, offset: int, dtype: torch.dtype, shape: torch.Size, strides: tuple[int, ...]) -> Tensor:

@@ -82,6 +82,7 @@ def indexer_loss(
     q, k = q.detach(), k.detach()
     if autocast.enabled(q.device):
         q, k, q_idx, k_idx = autocast.cast(q, k, q_idx, k_idx)  # type: ignore[assignment]
+    checks.same_dtype(OPERATOR, "q", q, q_idx=q_idx, k_idx=k_idx)
     if lse is None:
         with torch.no_grad():
             _, lse = sparse_attention(q, k, k, selection, scale=scale, causal=causal, lengths=lengths, return_lse=True)
@@ -96,7 +97,8 @@ OPERATOR = "attention.indexer_loss"
 
 def _fake(call: IndexerLoss) -> tuple[Tensor, ...]:
     wide = torch.promote_types(call.q.dtype, torch.float32)
-    return call.q.new_empty((), dtype=wide), *(x.new_empty(x.shape) for x in call.indexer)
+    indexer = (call.q_idx, call.k_idx, call.w, call.bias)
+    return call.q.new_empty((), dtype=wide), *(x.new_empty(x.shape) for x in indexer)
 
 
 def _backward(call: IndexerLoss, kept: Any, grads: Any, needs: Any) -> Mapping[str, Tensor]:

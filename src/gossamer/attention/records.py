@@ -11,6 +11,19 @@ QUERIES = 64
 """Queries that share a word of a selection."""
 
 
+class WordsOfMask(NamedTuple):
+    """Words int64 `[B, S, ceil(Tq / 64), Tk]` of a bool mask `[B, S, Tq, Tk]`."""
+
+    mask: Tensor
+
+
+class MaskOfWords(NamedTuple):
+    """The inverse of `WordsOfMask`."""
+
+    words: Tensor
+    num_queries: int
+
+
 class RotaryGates(NamedTuple):
     """q, k, v `[B, T, heads or groups, D]` and gate `[B, T, heads * D or 0]` of y `[B, T, N]`, cos and sin
     `[T or B, T, D]`."""

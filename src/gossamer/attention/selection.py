@@ -11,8 +11,9 @@ from torch.nn.attention.flex_attention import BlockMask, create_mask
 from torch.utils import _pytree
 
 from gossamer._core import checks
-from gossamer.attention.records import QUERIES
-from gossamer.attention.words import mask_of_words, words_of_mask
+from gossamer._core.operator import register
+from gossamer.attention._torch import selection as _cpu
+from gossamer.attention.records import QUERIES, MaskOfWords, WordsOfMask
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,11 +103,11 @@ class Selection:
         if mask.dim() not in (3, 4):
             raise ValueError(f"{operator}: mask must have shape [B, Tq, Tk] or [B, S, Tq, Tk], got {list(mask.shape)}.")
         mask = mask[:, None] if mask.dim() == 3 else mask
-        return cls(words_of_mask(mask), mask.shape[2])
+        return cls(_words_of_mask(WordsOfMask(mask)), mask.shape[2])
 
     def to_mask(self) -> Tensor:
         """Dense bool `[B, S, Tq, Tk]`."""
-        return mask_of_words(self.words, self.num_queries)
+        return _mask_of_words(MaskOfWords(self.words, self.num_queries))
 
     @classmethod
     def from_indices(cls, indices: Tensor, num_keys: int, mask: Tensor | None = None) -> Selection:
@@ -264,3 +265,27 @@ _pytree.register_pytree_node(
     lambda tensors, num_queries: Selection(next(iter(tensors)), num_queries),
     serialized_type_name="gossamer.attention.Selection",
 )
+
+
+def _fake_words(call: WordsOfMask) -> Tensor:
+    b, s, tq, tk = call.mask.shape
+    return call.mask.new_empty((b, s, -(-tq // QUERIES), tk), dtype=torch.int64)
+
+
+def _fake_mask(call: MaskOfWords) -> Tensor:
+    words = call.words
+    return words.new_empty((*words.shape[:2], call.num_queries, words.shape[3]), dtype=torch.bool)
+
+
+@register(WordsOfMask, cpu=_cpu.words_of_mask, fake=_fake_words, repeats=True)
+def _words_of_mask() -> Any:
+    from gossamer.attention._triton.selection import words_of_mask
+
+    return words_of_mask
+
+
+@register(MaskOfWords, cpu=_cpu.mask_of_words, fake=_fake_mask, repeats=True)
+def _mask_of_words() -> Any:
+    from gossamer.attention._triton.selection import mask_of_words
+
+    return mask_of_words

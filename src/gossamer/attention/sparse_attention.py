@@ -274,11 +274,7 @@ def _indexer_inputs(indexer: IndexerInputs, activation: str, q: Tensor, selectio
     q_idx, k_idx, w, bias = indexer
     if autocast.enabled(q.device):
         q_idx, k_idx = autocast.cast(q_idx, k_idx)  # type: ignore[assignment]
-    if q_idx.dtype != q.dtype or k_idx.dtype != q.dtype:
-        raise TypeError(
-            f"{OPERATOR}: q_idx and k_idx must have the dtype of q, {checks.name_of(q.dtype)}, got "
-            f"{checks.name_of(q_idx.dtype)} and {checks.name_of(k_idx.dtype)}. Convert with q_idx.to(q.dtype)."
-        )
+    checks.same_dtype(OPERATOR, "q", q, q_idx=q_idx, k_idx=k_idx)
     return q_idx, k_idx, w, bias
 
 

@@ -164,6 +164,7 @@ def from_block_mask(mask: BlockMask, *, elements: bool = True, capacity: int | N
         `Layout` of `(B, H, M, N)`.
 
     Raises:
+        TypeError: mask is no `BlockMask`.
         ValueError: its blocks are of another size.
         NotImplementedError: `capacity=None` under CUDA-graph capture.
 
@@ -175,6 +176,8 @@ def from_block_mask(mask: BlockMask, *, elements: bool = True, capacity: int | N
     ([[[[True, False], [True, True]]]], 32896)
     """
     operator = "blocksparse.from_block_mask"
+    if not hasattr(mask, "BLOCK_SIZE"):
+        raise TypeError(f"{operator}: mask must be a BlockMask of FlexAttention's, got {type(mask).__name__}.")
     block = check_block_size(operator, (mask.BLOCK_SIZE[0], mask.BLOCK_SIZE[1]))
     m, n = mask.seq_lengths
     grid = grid_of((m, n), block)

@@ -171,7 +171,7 @@ class Layout:
         rows, cols = mask.shape[-2:]
         if size is None:
             size = rows * block[0], cols * block[1]
-        elif grid_of(size, block) != (rows, cols):
+        elif grid_of(check_size(operator, size), block) != (rows, cols):
             raise ValueError(
                 f"{operator}: size must be of {rows} x {cols} blocks of {block[0]} x {block[1]} like mask, got {size}."
             )
@@ -381,12 +381,20 @@ def room_for(operator: str, mask: Tensor, cut: Tensor | None, capacity: int | No
 def check_block_size(operator: str, block_size: BlockSize) -> tuple[int, int]:
     """(height, width) of a block."""
     pair = block_size if isinstance(block_size, tuple) else (block_size, block_size)
-    if len(pair) != 2 or any(b not in BLOCKS for b in pair):
+    if len(pair) != 2 or any(not isinstance(b, int) or b not in BLOCKS for b in pair):
         raise ValueError(
             f"{operator}: block_size must be 16, 32, 64 or 128, or a pair of these, got {block_size!r}. A larger "
             "block is several of 128: repeat each element of the mask."
         )
     return pair
+
+
+def check_size(operator: str, size: Any) -> tuple[int, int]:
+    """(M, N) of matrices in elements."""
+    whole = isinstance(size, tuple | list) and all(isinstance(n, int | torch.SymInt) for n in size)
+    if not whole or len(size) != 2 or min(size) < 0:
+        raise ValueError(f"{operator}: size must be (M, N), two ints of at least 0, got {size!r}.")
+    return size[0], size[1]
 
 
 def check_layouts(operator: str, **given: Any) -> None:

@@ -43,11 +43,13 @@ LISTED = {64: 0.55, 128: 0.95}
 STRIPPED = {64: 0.51, 128: 0.95}
 """The same of strips of present blocks of the result, wave for wave of programs."""
 PRESENT, FILLING = 1.7, 0.75
-"""The time that the kernel for every GPU takes with blocks of 64 of the result of a dense right operand, of the time
-with which Hopper's multiplies every block: for each share of the products, and for one wave of programs."""
+"""The time that the kernel for every GPU takes with blocks of the result of a dense right operand, of the time with
+which Hopper's multiplies every block: for each share of the products, and for one wave of programs."""
 BAND = {64: 64, 128: 32}
-"""Block rows in a band, 4,096 rows: the more of them share columns of B, the less often these are read again."""
-LEAST_BAND = 16
+"""Rows of tiles in a band, 4,096 rows: the more of them share columns of B, the less often these are read again."""
+LEAST_BAND, ALL = 16, 4096
+"""Rows in a band of tiles of every block; and of strips where a matrix has less than a band: of all matrices at once,
+for programs take tiles at equal distances, and of a row the last strips may not be there."""
 ACROSS = 256
 """Columns of a tile."""
 
@@ -190,8 +192,8 @@ def choose_walk(
     """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
     less of the GPU's speed, and may need another wave of programs where there are few tiles. None where the kernel of
     `_triton` is faster: for pairs of two block-sparse operands, for present blocks of 64 of large products in 16 bits,
-    and for blocks of 64 of the result of a dense right operand. `size` is the bytes of an element, `programs` the
-    number that the GPU holds at once."""
+    and for blocks of the result of a dense right operand. `size` is the bytes of an element, `programs` the number that
+    the GPU holds at once."""
     of_a, of_b, of_out = densities
     a, out = 1.0 if of_a is None else of_a, 1.0 if of_out is None else of_out
     present = a * out
@@ -212,24 +214,18 @@ def choose_walk(
         if waves < all_waves and block[0] == 64 and size == 2 and math.prod(sizes) >= LARGE:
             return None
         return Walk(block[0], True, False, BAND[block[0]]) if waves < all_waves else every
-    if of_b is None and block[0] == 64:
+    if of_b is None:
         return None if PRESENT * present + FILLING / all_waves < 1 else every
     # A row of blocks ends within a strip, half a strip before its end in the mean.
     width = ACROSS // block[2]
     tiles = z * down * min(float(across), out * -(-n // block[2]) / width + 0.5 - 0.5 / width)
     waves = -(-tiles // programs) * share / STRIPPED[block[0]]
-    return Walk(block[0], of_a is not None, True, band_of(block[0], down)) if waves < all_waves else every
-
-
-def band_of(block: int, rows: int) -> int:
-    """Block rows in a band of strips: a power of 2, and none beyond a matrix, for the next has other columns of B."""
-    band = BAND[block]
-    while band > max(rows, LEAST_BAND):
-        band //= 2
-    return band
+    band = BAND[block[0]] if down >= BAND[block[0]] else ALL
+    return Walk(block[0], True, True, band) if waves < all_waves else every
 
 
 def widest_for(lists: Lists | None, across: int, bn: int) -> int:
     """How wide a tile may be of use, as far as the room of layouts tells: not wider than a row of the result, and less
     where blocks of B are absent, for a tile multiplies with the blocks that any of its columns meets."""
-    return min(across, max(bn, widest_of(None if lists is None else lists.density)))
+    widest = 256 if lists is None else min(widest_of(lists.density), 128 if bn == 128 else 256)
+    return min(across, max(bn, widest))

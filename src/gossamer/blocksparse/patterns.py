@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from gossamer._core import checks
 from gossamer.blocksparse.attention_path import first_key
 from gossamer.blocksparse.elements import Rule, of_rule
-from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, grid_of, room_for
+from gossamer.blocksparse.layout import BlockSize, Layout, check_block_size, check_size, grid_of, room_for
 
 
 def causal(
@@ -113,7 +113,10 @@ def sliding_window(
     ..#..#
     """
     operator = "blocksparse.sliding_window"
-    behind, ahead = window if isinstance(window, tuple) else (window, window)
+    pair = window if isinstance(window, tuple) else (window, window)
+    if len(pair) != 2:
+        raise ValueError(f"{operator}: window must be a number of keys, or (behind, ahead), got {window!r}.")
+    behind, ahead = pair
     checks.number(operator, "window", behind, "It is a number of keys.", zero=True)
     checks.number(operator, "window", ahead, "It is a number of keys.", zero=True)
     checks.positive(operator, "dilation", dilation, "It is the distance of neighbouring keys.")
@@ -300,9 +303,7 @@ class Grid:
         device: torch.device | str | None,
     ) -> None:
         checks.whole(operator, lengths=lengths)
-        if not isinstance(size, tuple | list | torch.Size) or len(size) != 2:
-            raise ValueError(f"{operator}: size must be (M, N), queries and keys, got {size!r}.")
-        self.size, self.block = (size[0], size[1]), check_block_size(operator, block_size)
+        self.size, self.block = check_size(operator, size), check_block_size(operator, block_size)
         self.lengths, self.shape = lengths, grid_of(self.size, self.block)
         self.device: Any = lengths.device if device is None and lengths is not None else device
         self.lead: tuple[int, ...] = ()

@@ -63,6 +63,7 @@ def repeat(
     """
     operator = "blocksparse.repeat"
     check_blocks(operator, x=x)
+    _check_sequence(operator, "sizes", sizes, "ints")
     if len(sizes) < len(x.shape):
         raise ValueError(f"{operator}: sizes must name each of the {len(x.shape)} dimensions of x, got {tuple(sizes)}.")
     for size in sizes:
@@ -121,7 +122,10 @@ def split(
         checks.positive(operator, "split_size", split_size, "It is the size of each piece.")
         sizes = [min(split_size, total - start) for start in range(0, max(total, 1), split_size)]
     else:
+        _check_sequence(operator, "split_size", split_size, "ints")
         sizes = list(split_size)
+        if not all(isinstance(size, int) for size in sizes):
+            raise TypeError(f"{operator}: split_size must be a list or tuple of ints, got {sizes}.")
         if sum(sizes) != total or min(sizes, default=0) < 0:
             raise ValueError(f"{operator}: split_size must add up to {total}, the size of dim {dim}, got {sizes}.")
     starts = [sum(sizes[:k]) for k in range(len(sizes))]
@@ -161,6 +165,7 @@ def cat(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout | 
     (32, 96)
     """
     operator = "blocksparse.cat"
+    _check_sequence(operator, "tensors", tensors, "BlockSparseTensors")
     for k, x in enumerate(tensors):
         check_blocks(operator, **{f"tensors[{k}]": x})
     return _cat(operator, tensors, dim, layout)
@@ -209,6 +214,7 @@ def stack(tensors: Sequence[BlockSparseTensor], dim: int = 0, *, layout: Layout 
     (2, 4, 32, 16)
     """
     operator = "blocksparse.stack"
+    _check_sequence(operator, "tensors", tensors, "BlockSparseTensors")
     for k, x in enumerate(tensors):
         check_blocks(operator, **{f"tensors[{k}]": x})
     places = len(tensors[0].shape) - 1 if tensors else 1
@@ -417,6 +423,11 @@ def _reach(mask: Tensor, moved: Axes, source: tuple[int, int], block: tuple[int,
     if z.forward is not None:
         mask = mask[z.forward(mask.device)]
     return cols.reach(rows.reach(mask, 1, source[0], block[0]), 2, source[1], block[1])
+
+
+def _check_sequence(operator: str, argument: str, given: Any, members: str) -> None:
+    if not isinstance(given, Sequence):
+        raise TypeError(f"{operator}: {argument} must be a list or tuple of {members}, got {type(given).__name__}.")
 
 
 def _dim(operator: str, x: BlockSparseTensor, dim: int) -> int:

@@ -13,6 +13,8 @@ from gossamer._core import autocast, checks
 from gossamer.blocksparse.attention_path import first_key
 
 _NAME = "blocksparse.Relative"
+_BOUND, _FARTHEST = 1 << 30, 1 << 32
+"""The bound of positions; and a first relative position of a table whose rows no pair of positions reaches."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,13 +62,13 @@ class Relative:
         Args:
             table: `[H or 1, R, D]`, any R from 1 on.
             query_positions: as in `Relative`.
-            key_positions: as in `Relative`; also without `first` and half of R they are within 2^30 of 0.
-            first: the relative position of the first row.
+            key_positions: as in `Relative`.
+            first: the relative position of the first row, any int.
             zeros_beyond: pairs before the first and behind the last row have no term; otherwise they have these rows.
 
         Raises:
             ValueError: table has no three dimensions, or no row.
-            TypeError: as in `Relative`.
+            TypeError: first is no int, or as in `Relative`.
 
         >>> Relative.starting_at(torch.randn(1, 4, 8), torch.arange(32), torch.arange(32), -3).table.shape
         torch.Size([1, 5, 8])
@@ -74,7 +76,9 @@ class Relative:
         checks.floating(_NAME, table=table)
         if table.dim() != 3 or table.shape[1] == 0:
             raise ValueError(f"{_NAME}: table must have shape [H, R, D] with R of at least 1, got {list(table.shape)}.")
-        edge = torch.zeros_like(table[:, :1])
+        if not isinstance(first, int) or isinstance(first, bool):
+            raise TypeError(f"{_NAME}: first must be an int, the relative position of the first row, got {first!r}.")
+        first, edge = max(-_FARTHEST, min(first, _FARTHEST)), torch.zeros_like(table[:, :1])
         if zeros_beyond:
             table, first = torch.cat([edge, table, edge], 1), first - 1
         if table.shape[1] % 2 == 0:
@@ -95,7 +99,8 @@ def prepare(
     `[terms, B, Tq + Tk]`) of the terms. A table that is shorter than another is continued by its outermost rows, which
     stand for all positions beyond. With `lengths`, of a causal call, queries behind the keys of their sequence count as
     zeros."""
-    terms = () if relative is None else (relative,) if isinstance(relative, Relative) else tuple(relative)
+    given_terms = () if relative is None else relative
+    terms = tuple(given_terms) if isinstance(given_terms, Sequence) else (given_terms,)
     if not terms:
         return None, None
     (b, h, tq, d), tk = q.shape, k.shape[2]
@@ -119,7 +124,10 @@ def prepare(
                     f"{operator}: {name} of relative must have shape [{letter}] or [B, {letter}] = {[b, length]}, got "
                     f"{list(positions.shape)}."
                 )
-        places.append(torch.cat([x.to(torch.int32).expand(b, x.shape[-1]) for x in given.values()], 1))
+        # Kernels compute in int32. Keys of a table that starts elsewhere may be farther away.
+        bounds = zip(given.values(), (_BOUND, 2 * _BOUND - 1))
+        near = [x.long().clamp(-bound, bound).to(torch.int32).expand(b, x.shape[-1]) for x, bound in bounds]
+        places.append(torch.cat(near, 1))
         tables.append(term.table)
     if lengths is not None:
         # The operator reads no such row, and gradients of 0 times NaN would reach the table.

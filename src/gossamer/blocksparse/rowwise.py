@@ -37,6 +37,7 @@ def layer_norm(
     True
     """
     wide = _wide("blocksparse.layer_norm", x, weight=weight, bias=bias)
+    checks.finite("blocksparse.layer_norm", "eps", eps, "It is added to the variance.")
     mean, n = wide.mean(-1)[..., None], x.shape[-1]
     centred = wide - mean
     stored = replace(wide, values=torch.ones_like(wide.values)).sum(-1)[..., None]
@@ -62,7 +63,8 @@ def rms_norm(x: BlockSparseTensor, weight: Tensor | None = None, eps: float | No
     1.0
     """
     wide = _wide("blocksparse.rms_norm", x, weight=weight)
-    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    hint = "None takes that of x's dtype."
+    eps = torch.finfo(x.dtype).eps if eps is None else checks.finite("blocksparse.rms_norm", "eps", eps, hint)
     square = wide.square().sum(-1)[..., None] / x.shape[-1]
     return _scaled(wide * torch.rsqrt(square + eps), x, weight, None)
 

@@ -45,6 +45,7 @@ class BlockTracker:
     """
 
     def __init__(self, lag: int = 4, pinned: str | None = None, rows: DensityTracker | None = None) -> None:
+        checks.positive("ffn.BlockTracker", "lag", lag, "It is a number of calls.")
         self.rows = DensityTracker(lag, pinned) if rows is None else rows
         self.hot = DensityTracker(self.rows.lag)
         self.last_path: str | None = None

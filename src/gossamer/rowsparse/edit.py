@@ -1,6 +1,6 @@
 """Containers made of others: of their values, of some of their rows, or of several one after another."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,8 @@ from gossamer.rowsparse.rows import Rows, check_container, unchecked
 def map_values(rows: Rows, function: Callable[[Tensor], Tensor]) -> Rows:
     """`Rows.map`"""
     operator = "rowsparse.Rows.map"
+    if not callable(function):
+        raise TypeError(f"{operator}: function must be a function of a tensor, got {type(function).__name__}.")
     values, indices, spans, _ = rows.complete().packed
     _, held = slots_of(spans, values.shape[0])
     held = held & (indices != -1)
@@ -70,7 +72,13 @@ def where(rows: Rows, mask: Tensor) -> Rows:
 def ablate(rows: Rows, columns: Any) -> Rows:
     """`Rows.ablate`"""
     operator = "rowsparse.Rows.ablate"
-    named = torch.as_tensor(columns)
+    try:
+        named = torch.as_tensor(columns)
+    except (TypeError, ValueError, RuntimeError):
+        raise TypeError(
+            f"{operator}: columns must be an int, a list of ints or an integer tensor, got {columns!r}. Name columns "
+            "by their numbers, as rows.ablate([3, 5])."
+        ) from None
     if named.numel() == 0 and not isinstance(columns, Tensor):
         named = named.long()
     if named.is_floating_point() or named.is_complex() or named.dtype is torch.bool:
@@ -81,7 +89,10 @@ def ablate(rows: Rows, columns: Any) -> Rows:
     if named.numel():
         low, high = (int(bound) for bound in named.aminmax())
         if low < 0 or high >= n:
-            raise ValueError(f"{operator}: columns must lie in [0, N) with N = {n}, got {low} to {high}.")
+            raise ValueError(
+                f"{operator}: columns must lie in [0, N) with N = {n}, got {low if low < 0 else high}. They are "
+                "counted from 0, and from the front alone."
+            )
     mask = torch.ones(n, dtype=torch.bool, device=rows.device)
     mask[named.to(rows.device).reshape(-1).long()] = False
     return where(rows, mask)
@@ -93,8 +104,8 @@ def select(rows: Rows, key: Any) -> Rows:
     key = key if isinstance(key, tuple) else (key,)
     try:
         which = torch.arange(rows.num_rows, device=rows.device).view(leading)[key]
-    except IndexError as error:
-        raise IndexError(
+    except (IndexError, TypeError) as error:
+        raise type(error)(
             f"rowsparse.Rows: {error}. Rows are indexed by their leading dimensions, {leading}; "
             "columns stay whole: rows.where(mask) and rows.ablate(columns) choose among them."
         ) from None
@@ -150,7 +161,10 @@ def cat(rows: Sequence[Rows]) -> Rows:
     >>> cat([pack(torch.eye(2)), pack(torch.ones(1, 2))]).to_dense().tolist()
     [[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]]
     """
-    operator, given = "rowsparse.cat", list(rows)
+    operator = "rowsparse.cat"
+    if isinstance(rows, Rows) or not isinstance(rows, Iterable):
+        raise TypeError(f"{operator}: rows must be a list of containers, got {type(rows).__name__}. Use cat([rows]).")
+    given = list(rows)
     if not given:
         raise ValueError(f"{operator}: rows must be at least one container, got none.")
     for one in given:

@@ -131,5 +131,6 @@ def check_indices(operator: str, indices: Tensor, n: int) -> None:
     low, high = (int(bound) for bound in indices.aminmax())
     if low < -1 or high >= n:
         raise ValueError(
-            f"{operator}: indices must lie in [0, N) with N = {n}, or be -1 for no entry, got {low} to {high}."
+            f"{operator}: indices must lie in [0, N) with N = {n}, or be -1 for no entry, got "
+            f"{low if low < -1 else high}. Count columns from 0."
         )

@@ -296,7 +296,7 @@ class Rows(_Held):
         Raises:
             ValueError: the sizes do not fit, or the last is not N.
         """
-        wanted = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        wanted = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple | list) else shape
         leading, last = tuple(wanted[:-1]), wanted[-1] if wanted else None
         # Lists, which `torch.compile` can follow where it cannot follow a generator or `min` with a default.
         known = math.prod([size for size in leading if size != -1])

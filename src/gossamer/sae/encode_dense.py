@@ -163,6 +163,7 @@ def _fake_bwd(call: SaeEncodeDenseBwd) -> tuple[Tensor, Tensor]:
     keep=lambda call, results: results[:1],
     differentiable=2,
     once_differentiable="sae.encode",
+    repeats=True,
 )
 def _encode_dense() -> Any:
     from gossamer.sae._triton.encode_dense import encode_dense
@@ -170,7 +171,7 @@ def _encode_dense() -> Any:
     return encode_dense
 
 
-@register(SaeEncodeDenseBwd, cpu=_cpu.encode_dense_bwd_, fake=_fake_bwd)
+@register(SaeEncodeDenseBwd, cpu=_cpu.encode_dense_bwd_, fake=_fake_bwd, repeats=True)
 def _bwd_() -> Any:
     from gossamer.sae._triton.encode_dense import encode_dense_bwd_
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from gossamer.attention._torch.indexer_scores import gates_of, score_rows, visible_keys, working
+from gossamer.attention._torch.selection import words_of_mask
 from gossamer.attention.levels import CLOSED, FIRST_BITS, LEVELS, STEP_BITS, TINY, ZERO
-from gossamer.attention.records import SelectTopk
-from gossamer.attention.words import words_of_mask
+from gossamer.attention.records import SelectTopk, WordsOfMask
 
 
 def index_keys(
@@ -120,4 +120,4 @@ def select_topk(call: SelectTopk) -> Tensor:
             taken = take(keys, columns, wanted, recent, -(-sinks // granularity))
             taken = taken.repeat_interleave(granularity, 1)[:, :tk]
             mask[i, 0, part] = taken & (torch.arange(tk, device=q.device) < seen[:, None])
-    return words_of_mask(mask)
+    return words_of_mask(WordsOfMask(mask))

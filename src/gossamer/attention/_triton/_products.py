@@ -5,8 +5,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from gossamer._core import launch, tuning
-
 
 @triton.jit
 def wide_product(
@@ -23,11 +21,19 @@ def wide_product(
     return s
 
 
-def chunk_of(x: Tensor) -> int:
-    """The CHUNK of products of rows like x that are read anew for each tile: all columns, or as many as registers hold
-    of float32 that is multiplied without tensor cores."""
-    precise = x.element_size() > 2 and tuning.dot_precision(x, x.shape[-1])["PRECISION"] == "ieee"
-    return min(32 if precise else 256, launch.next_power_of_2(max(16, x.shape[-1])))
+@triton.jit
+def rows_product(
+    a, b, a_ptr, a_rows, stride, a_limit, b_ptr, b_rows, b_limit, D: tl.constexpr, PRECISION: tl.constexpr
+):  # fmt: skip
+    """a times b, tiles of whole rows, or `wide_product` of the same rows of a matrix with this stride and of one of D
+    columns: tiles that nothing uses are not loaded. Of float32 that is multiplied without tensor cores registers hold
+    32 columns of the operands."""
+    CHUNK: tl.constexpr = 32 if a_ptr.dtype.element_ty == tl.float32 and PRECISION == "ieee" else 128
+    if CHUNK >= D:
+        return tl.dot(a, b.T, input_precision=PRECISION)
+    else:
+        a_at, b_at = a_rows.to(tl.int64) * stride, b_rows.to(tl.int64) * D
+        return wide_product(a_ptr, a_at, a_rows < a_limit, b_ptr, b_at, b_rows < b_limit, D, CHUNK, PRECISION)
 
 
 @triton.jit
@@ -47,13 +53,7 @@ def strided(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def reached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int | None, ...]]:
-    """k and v, in which 32 bits reach every row of a head, and their strides, None for those of v where it lies as k
-    does."""
+def reached(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """k and v, in which 32 bits reach every row of a head, and their strides."""
     k, v = (x if x.shape[2] * x.stride(2) < 1 << 31 else x.contiguous() for x in (strided(k), strided(v)))
-    alike = k.shape == v.shape and k.stride() == v.stride()
-    return k, v, (*k.stride()[:3], *((None,) * 3 if alike else v.stride()[:3]))
-
-
-AS_K: dict[str, None] = dict.fromkeys(("stride_vb", "stride_vh", "stride_vt"))
-"""The arguments of a kernel whose v lies as k does."""
+    return k, v, (*k.stride()[:3], *v.stride()[:3])

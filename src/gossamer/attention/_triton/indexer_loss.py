@@ -98,7 +98,7 @@ def student(qi, ki, w, bias, scale, NI: tl.constexpr, M: tl.constexpr, ACTIVATIO
 def heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, active, T, HEADS: tl.constexpr, DI: tl.constexpr):
     """(rows of q [NI * M, Di], weights, biases [NI * M]) of M queries, head after head; a head that there is not, and a
     query that is not active, which may hold NaN, weigh 0."""
-    NI: tl.constexpr = triton.next_power_of_2(HEADS)
+    NI: tl.constexpr = triton.next_power_of_2(max(HEADS, 1))
     BLOCK: tl.constexpr = triton.next_power_of_2(max(16, DI))
     M: tl.constexpr = query.shape[0]
     head = tl.reshape(tl.broadcast_to(tl.arange(0, NI)[:, None], (NI, M)), (NI * M,))
@@ -157,7 +157,7 @@ def student_lse(
     """The logarithm of the sum of the exponentials of the indexer's scores of the keys that each query takes."""
     DI: tl.constexpr = SIZES.di
     ACTIVATION: tl.constexpr = SIZES.activation
-    NI: tl.constexpr = triton.next_power_of_2(SIZES.heads)
+    NI: tl.constexpr = triton.next_power_of_2(max(SIZES.heads, 1))
     M: tl.constexpr = query.shape[0]
     qi, w, bias = heads_of(qi_ptr, w_ptr, bias_ptr, batch, query, query < T, T, SIZES.heads, DI)
     total = tl.zeros([M], tl.float32)
@@ -188,7 +188,7 @@ def _indexer_rows_kernel(
     HEADS: tl.constexpr = SIZES.heads
     DI: tl.constexpr = SIZES.di
     ACTIVATION: tl.constexpr = SIZES.activation
-    NI: tl.constexpr = triton.next_power_of_2(HEADS)
+    NI: tl.constexpr = triton.next_power_of_2(max(HEADS, 1))
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batch = tl.program_id(1).to(tl.int64)
     lists_ptr, count, place, query = begin_list(lists_ptr, counts_ptr, batch, first, capacity, M)
@@ -245,7 +245,7 @@ def _indexer_keys_kernel(
     HEADS: tl.constexpr = SIZES.heads
     DI: tl.constexpr = SIZES.di
     ACTIVATION: tl.constexpr = SIZES.activation
-    NI: tl.constexpr = triton.next_power_of_2(HEADS)
+    NI: tl.constexpr = triton.next_power_of_2(max(HEADS, 1))
     M: tl.constexpr = 64 if NI <= 4 else 256 // NI
     batches = entries // tl.cdiv(T, PARTS * 64)
     done_ptr = plan_ptr + 2 + entries

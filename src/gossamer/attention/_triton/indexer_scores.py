@@ -26,7 +26,7 @@ from gossamer.attention._triton._indexer import (
     valid_keys,
     visible_keys,
 )
-from gossamer.attention._triton._products import chunk_of, wide_product
+from gossamer.attention._triton._products import rows_product
 from gossamer.attention.records import IndexerScores, IndexerScoresBackward
 
 
@@ -41,12 +41,11 @@ def kernel_activation(activation: str, x: Tensor) -> str:
 
 
 def backward_tile(d: int, element_size: int) -> dict[str, int]:
-    """BLOCK_D, and how many queries and keys of that width share a program of the backward pass."""
-    block_d = max(16, launch.next_power_of_2(d))
-    wide = block_d * element_size
-    # Registers hold no more operands of products of float32, which need no tensor core.
+    """How many queries and keys of so many columns share a program of the backward pass."""
+    wide = max(16, launch.next_power_of_2(d)) * element_size
+    # Of products of float32 without tensor cores registers hold fewer operands.
     edge = 64 if wide <= 512 and element_size == 2 else 32 if wide <= 1024 else 16
-    return {"BLOCK_D": block_d, "BLOCK_M": edge, "BLOCK_N": edge}
+    return {"BLOCK_M": edge, "BLOCK_N": edge}
 
 
 def check_width(operator: str, d: int, element_size: int) -> None:
@@ -61,10 +60,11 @@ def check_width(operator: str, d: int, element_size: int) -> None:
 @launch.kernel
 def _indexer_scores_fwd_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, out_ptr, Tq, Tk, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of keys, tile of queries, batch)."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(D, 16))
     keys = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
     batch = tl.program_id(2).to(tl.int64)
@@ -72,9 +72,11 @@ def _indexer_scores_fwd_kernel(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if tl.program_id(0) * BLOCK_N < tl.max(visible, axis=0):
         k_ptr += batch * Tk * D
+        k = load_tile(k_ptr, keys, D, Tk, D, BLOCK_D)
         for h in range(HEADS):
             of_head = q_ptr + (batch * HEADS + h) * Tq * D
-            x = wide_product(of_head, rows * D, rows < Tq, k_ptr, keys * D, keys < Tk, D, CHUNK, PRECISION)
+            q = load_tile(of_head, rows, D, Tq, D, BLOCK_D)
+            x = rows_product(q, k, of_head, rows, D, Tq, k_ptr, keys, Tk, D, PRECISION)
             x = x * scale + load_bias(bias_ptr, h)
             gate = load_gates(w_ptr + batch * Tq * HEADS, rows, h, Tq, HEADS, ACTIVATION)
             total += gate[:, None] * activated(x, ACTIVATION)
@@ -85,13 +87,13 @@ def _indexer_scores_fwd_kernel(
 
 @triton.jit
 def head_terms(
-    q_ptr, k_ptr, grad_ptr, rows, keys, end, visible, gate, bias, Tq, Tk, scale, D: tl.constexpr, CHUNK: tl.constexpr,
+    q, k, q_ptr, k_ptr, grad_ptr, rows, keys, end, visible, gate, bias, Tq, Tk, scale, D: tl.constexpr,
     PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """(grad * activation, gradient with respect to the activation's argument), both float32 [rows, keys]."""
     inside = (keys[None, :] < visible[:, None]) & (rows < Tq)[:, None]
     # A key that is not seen may hold NaN.
-    x = wide_product(q_ptr, rows * D, rows < Tq, k_ptr, keys * D, keys < end, D, CHUNK, PRECISION) * scale + bias
+    x = rows_product(q, k, q_ptr, rows, D, Tq, k_ptr, keys, end, D, PRECISION) * scale + bias
     active = tl.where(inside, activated(x, ACTIVATION), 0.0)
     at = rows.to(tl.int64)[:, None] * Tk + keys[None, :]
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
@@ -101,14 +103,16 @@ def head_terms(
 @launch.kernel
 def _indexer_scores_bwd_q_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dq_ptr, dw_ptr, dbias_ptr, Tq, Tk, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of queries, head, batch)."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(D, 16))
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     head, batch = tl.program_id(1), tl.program_id(2).to(tl.int64)
     visible = visible_keys(rows, valid_keys(lengths_ptr, batch, Tk), Tq, ahead)
     plane = (batch * HEADS + head) * Tq
+    q = load_tile(q_ptr + plane * D, rows, D, Tq, D, BLOCK_D)
     gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS, ACTIVATION)
     bias = load_bias(bias_ptr, head)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -120,8 +124,8 @@ def _indexer_scores_bwd_q_kernel(
         # A key that no query sees may hold NaN.
         k = load_tile(k_ptr + batch * Tk * D, keys, D, end, D, BLOCK_D)
         through, dx = head_terms(
-            q_ptr + plane * D, k_ptr + batch * Tk * D, grad_ptr + batch * Tq * Tk, rows, keys, end, visible, gate, bias,
-            Tq, Tk, scale, D, CHUNK, PRECISION, ACTIVATION,
+            q, k, q_ptr + plane * D, k_ptr + batch * Tk * D, grad_ptr + batch * Tq * Tk, rows, keys, end, visible, gate,
+            bias, Tq, Tk, scale, D, PRECISION, ACTIVATION,
         )  # fmt: skip
         dgate += tl.sum(through, axis=1)
         dbias += tl.sum(dx, axis=1)
@@ -138,13 +142,15 @@ def _indexer_scores_bwd_q_kernel(
 @launch.kernel
 def _indexer_scores_bwd_k_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, grad_ptr, dk_ptr, Tq, Tk, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Program (tile of keys, batch)."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(D, 16))
     keys = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     batch = tl.program_id(1).to(tl.int64)
     length = valid_keys(lengths_ptr, batch, Tk)
+    k = load_tile(k_ptr + batch * Tk * D, keys, D, Tk, D, BLOCK_D)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     # Queries that see no key may hold NaN.
     seeing = tl.where(length > 0, Tq, 0)
@@ -159,8 +165,8 @@ def _indexer_scores_bwd_k_kernel(
             gate = load_gates(w_ptr + batch * Tq * HEADS, rows, head, Tq, HEADS, ACTIVATION)
             visible = visible_keys(rows, length, Tq, ahead)
             _, dx = head_terms(
-                of_head, k_ptr + batch * Tk * D, grad_ptr + batch * Tq * Tk, rows, keys, Tk, visible, gate, bias,
-                Tq, Tk, scale, D, CHUNK, PRECISION, ACTIVATION,
+                q, k, of_head, k_ptr + batch * Tk * D, grad_ptr + batch * Tq * Tk, rows, keys, Tk, visible, gate, bias,
+                Tq, Tk, scale, D, PRECISION, ACTIVATION,
             )  # fmt: skip
             dk += tl.dot(dx.T.to(q.dtype), q, input_precision=PRECISION)
     columns = tl.arange(0, BLOCK_D)
@@ -170,8 +176,8 @@ def _indexer_scores_bwd_k_kernel(
 
 def _options(q: Tensor, activation: str) -> dict[str, Any]:
     precision = tuning.dot_precision(q, q.shape[3])["PRECISION"]
-    sizes = {"HEADS": q.shape[1], "D": q.shape[3], "CHUNK": chunk_of(q)}
-    return {**sizes, "PRECISION": precision, "ACTIVATION": kernel_activation(activation, q)}
+    meta = {"HEADS": q.shape[1], "D": q.shape[3], "PRECISION": precision}
+    return {**meta, "ACTIVATION": kernel_activation(activation, q)}
 
 
 def _ahead(causal: bool, tk: int) -> int:
@@ -185,7 +191,7 @@ def indexer_scores(call: IndexerScores) -> Tensor:
     b, _, tq, _ = q.shape
     tk = k.shape[1]
     out = q.new_empty((b, tq, tk), dtype=out_dtype)
-    if out.numel() and q.shape[1] and q.shape[3]:
+    if out.numel():
         meta = _options(q, activation) | {"BLOCK_M": 64, "BLOCK_N": 64}
         grid = (launch.cdiv(tk, 64), launch.cdiv(tq, 64), b)
         _indexer_scores_fwd_kernel(grid, (q, k, w, bias, lengths, out, tq, tk, _ahead(causal, tk), scale), meta)
@@ -198,7 +204,7 @@ def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor
     b, heads, tq, d = q.shape
     tk = k.shape[1]
     dq, dk, dw = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (q, k, w))
-    if not (grad.numel() and heads and d):
+    if not (grad.numel() and heads):
         return dq, dk, dw, torch.zeros(heads, dtype=torch.float32, device=q.device)
     meta = _options(q, activation) | backward_tile(d, q.element_size())
     blocks = launch.cdiv(tq, meta["BLOCK_M"])
@@ -210,10 +216,9 @@ def indexer_scores_backward(call: IndexerScoresBackward) -> tuple[Tensor, Tensor
     return dq, dk, dw, dbias.sum((0, 2))
 
 
-_SIZES = {"HEADS": 4, "D": 64, "CHUNK": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "ACTIVATION": "sigmoid"}
-_TILE = {**_SIZES, "BLOCK_D": 64}
+_TILE = {"HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64, "PRECISION": "ieee", "ACTIVATION": "sigmoid"}
 EXAMPLES = {
-    _indexer_scores_fwd_kernel: _SIZES,
+    _indexer_scores_fwd_kernel: _TILE,
     _indexer_scores_bwd_q_kernel: {"dbias_ptr": "*fp32", **_TILE},
     _indexer_scores_bwd_k_kernel: _TILE,
 }

@@ -41,10 +41,11 @@ from gossamer.attention._triton._indexer import (
     in_units,
     load_bias,
     load_gates,
+    load_tile,
     valid_keys,
     visible_keys,
 )
-from gossamer.attention._triton._products import chunk_of, stages_of, wide_product
+from gossamer.attention._triton._products import rows_product, stages_of
 from gossamer.attention._triton.adaptive import rows_k
 from gossamer.attention._triton.few_rows import find_in_segments
 from gossamer.attention._triton.indexer_scores import check_width, fast, kernel_activation
@@ -54,8 +55,8 @@ from gossamer.attention.records import SelectTopk
 LEVELS, CLOSED = tl.constexpr(levels.LEVELS), tl.constexpr(levels.CLOSED)
 ZERO, TINY = tl.constexpr(levels.ZERO), tl.constexpr(levels.TINY)
 FIRST_BITS, STEP_BITS = tl.constexpr(levels.FIRST_BITS), tl.constexpr(levels.STEP_BITS)
-HEADS_NUMBERS = {2: 1 << 14, 4: 1 << 11}
-"""Numbers of a query's heads, at most, that are the rows of one product, by bytes of a number."""
+MOST_HEADS = 128
+"""Heads of a query, at most, that are the rows of one product."""
 COLUMNS = 128
 """A slab's rows are this many keys apart, or a multiple: a tile of scores writes so many."""
 
@@ -110,10 +111,12 @@ def store_keys(out, key, at, UNIT: tl.constexpr):
 def _index_keys_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     UNIT: tl.constexpr, PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (part of the keys, BLOCK_M rows of the slab), the longest rows first."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(D) if D > 16 else 16
+    HELD: tl.constexpr = HEADS * BLOCK_D <= 512 and q_ptr.dtype.element_ty != tl.float32
     block = tl.num_programs(1) - 1 - tl.program_id(1)
     batch = ((first + block * BLOCK_M) // padded).to(tl.int64)
     rows = (first + block * BLOCK_M) % padded + tl.arange(0, BLOCK_M)
@@ -126,6 +129,12 @@ def _index_keys_kernel(
         total += tl.abs(load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION))
     norm, lowest, part = folded(total, ACTIVATION)
     scale *= part
+    queries = ()
+    weights = ()
+    if HELD:
+        for h in tl.static_range(HEADS):
+            queries = queries + (load_tile(q_ptr + tl.cast(h, tl.int64) * stride_qh, rows, stride_qt, Tq, D, BLOCK_D),)
+            weights = weights + (load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm,)
     out = keys_ptr + (block * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None] * stride
     least = tl.min(tl.where(rows < Tq, visible, Tk), axis=0)
     end = tl.max(visible, axis=0)
@@ -134,13 +143,20 @@ def _index_keys_kernel(
         end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
     for at in range(tl.program_id(0) * BLOCK_N, end, tl.num_programs(0) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
+        k = load_tile(k_ptr, keys, D, Tk, D, BLOCK_D)
         score = tl.zeros([BLOCK_M, BLOCK_N], tl.float32) + lowest[:, None]
-        for h in range(HEADS):
-            of_head = q_ptr + tl.cast(h, tl.int64) * stride_qh
-            x = wide_product(of_head, rows * stride_qt, rows < Tq, k_ptr, keys * D, keys < Tk, D, CHUNK, PRECISION)
-            x = x * scale + load_bias(bias_ptr, h) * part
-            weight = load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm
-            score += weight[:, None] * unfolded(x, ACTIVATION)
+        if HELD:
+            for h in tl.static_range(HEADS):
+                x = tl.dot(queries[h], k.T, input_precision=PRECISION) * scale + load_bias(bias_ptr, h) * part
+                score += weights[h][:, None] * unfolded(x, ACTIVATION)
+        else:
+            for h in range(HEADS):
+                of_head = q_ptr + tl.cast(h, tl.int64) * stride_qh
+                q = load_tile(of_head, rows, stride_qt, Tq, D, BLOCK_D)
+                x = rows_product(q, k, of_head, rows, stride_qt, Tq, k_ptr, keys, Tk, D, PRECISION)
+                x = x * scale + load_bias(bias_ptr, h) * part
+                weight = load_gates(w_ptr, rows, h, Tq, HEADS, ACTIVATION) * norm
+                score += weight[:, None] * unfolded(x, ACTIVATION)
         key = key_of(score, ACTIVATION).to(tl.int16)
         if at + BLOCK_N > least:
             key = tl.where(keys[None, :] < visible[:, None], key, 0).to(tl.int16)
@@ -151,10 +167,11 @@ def _index_keys_kernel(
 def _index_keys_of_few_kernel(
     q_ptr, k_ptr, w_ptr, bias_ptr, lengths_ptr, keys_ptr, stride_qb, stride_qh, stride_qt, stride_kb,
     first, Tq, padded, Tk, stride, ahead, scale,
-    HEADS: tl.constexpr, D: tl.constexpr, CHUNK: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
+    HEADS: tl.constexpr, D: tl.constexpr, BLOCK_N: tl.constexpr, UNIT: tl.constexpr,
     PRECISION: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     """Program (query of the slab, part of the keys): a query's heads are the rows of one product."""
+    BLOCK_D: tl.constexpr = triton.next_power_of_2(max(D, 16))
     BLOCK_H: tl.constexpr = triton.next_power_of_2(max(HEADS, 16))
     row = tl.program_id(0) // Tq * padded + tl.program_id(0) % Tq
     batch, t = ((first + row) // padded).to(tl.int64), (first + row) % padded
@@ -166,6 +183,7 @@ def _index_keys_of_few_kernel(
     norm, lowest, part = folded(tl.sum(tl.abs(gates), axis=0), ACTIVATION)
     bias = tl.zeros([BLOCK_H], tl.float32) + load_bias(bias_ptr, head) * part
     q_ptr += batch * stride_qb + t.to(tl.int64) * stride_qt
+    q = load_tile(q_ptr, head, stride_qh, HEADS, D, BLOCK_D)
     k_ptr += batch * stride_kb
     end = visible
     if UNIT > 1:
@@ -173,7 +191,8 @@ def _index_keys_of_few_kernel(
         end = (end + 8 * UNIT - 1) // (8 * UNIT) * (8 * UNIT)
     for at in range(tl.program_id(1) * BLOCK_N, end, tl.num_programs(1) * BLOCK_N):
         keys = at + tl.arange(0, BLOCK_N)
-        x = wide_product(q_ptr, head.to(tl.int64) * stride_qh, held, k_ptr, keys * D, keys < Tk, D, CHUNK, PRECISION)
+        k = load_tile(k_ptr, keys, D, Tk, D, BLOCK_D)
+        x = rows_product(q, k, q_ptr, head, stride_qh, HEADS, k_ptr, keys, Tk, D, PRECISION)
         x = x * (scale * part) + bias[:, None]
         score = lowest + tl.sum((gates * norm)[:, None] * tl.where(held[:, None], unfolded(x, ACTIVATION), 0.0), axis=0)
         key = tl.where(keys < visible, key_of(score, ACTIVATION), 0).to(tl.int16)
@@ -346,7 +365,7 @@ class _Call:
         heads = max(16, launch.next_power_of_2(self.heads))
         # At most half the rows of products that 16 queries of each head are, or as many as Hopper takes at once.
         few = self.unit == 16 and (self.heads >= 64 or self.tq * heads <= 8 * self.heads)
-        self.heads_as_rows = few and heads * max(16, launch.next_power_of_2(self.d)) <= HEADS_NUMBERS[q.element_size()]
+        self.heads_as_rows = few and heads <= MOST_HEADS
         self.granularity = granularity
         self.rule = (call.top // granularity, call.window or 1 - granularity, launch.cdiv(call.sinks, granularity))
         rows = (self.b * self.padded,)
@@ -374,7 +393,7 @@ class _Call:
         rows, columns = self.unit, 64
         scale, activation = self.scored
         precision = tuning.dot_precision(self.q, self.d)["PRECISION"]
-        meta = {"HEADS": self.heads, "D": self.d, "CHUNK": chunk_of(self.q), "BLOCK_N": columns}
+        meta = {"HEADS": self.heads, "D": self.d, "BLOCK_N": columns}
         meta |= {"UNIT": self.granularity, "PRECISION": precision, "ACTIVATION": kernel_activation(activation, self.q)}
         blocks = slab.rows // self.padded * self.tq if self.heads_as_rows else slab.rows // rows
         # Enough programs that the last wave is short.
@@ -476,11 +495,11 @@ def select_topk(given: SelectTopk) -> Tensor:
 
 EXAMPLES = {
     _index_keys_kernel: {
-        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "CHUNK": 64, "BLOCK_M": 64, "BLOCK_N": 64,
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_M": 64, "BLOCK_N": 64,
         "UNIT": 1, "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _index_keys_of_few_kernel: {
-        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "CHUNK": 64, "BLOCK_N": 64, "UNIT": 1,
+        "lengths_ptr": None, "keys_ptr": "*i16", "HEADS": 4, "D": 64, "BLOCK_N": 64, "UNIT": 1,
         "PRECISION": "ieee", "ACTIVATION": "sigmoid", "num_stages": 3,
     },
     _take_kernel: {

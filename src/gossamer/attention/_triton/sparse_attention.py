@@ -25,7 +25,7 @@ from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
 from gossamer._core.philox import dropout_weights
 from gossamer._core.ranges import span
-from gossamer.attention._triton._products import AS_K, block_of_columns, reached, strided, wide_product
+from gossamer.attention._triton._products import block_of_columns, reached, strided, wide_product
 from gossamer.attention._triton.key_lists import key_lists, positions, seen
 from gossamer.attention._triton.sparse_decode import sparse_decode
 from gossamer.attention.records import QUERIES, SparseAttention, SparseAttentionBwd
@@ -164,7 +164,7 @@ def _sparse_attention_fwd_kernel(
     first, Tq, capacity, sharing, drop, scale, CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Program (group of queries, the last first; head and block of v's columns; batch). So many heads are `sharing` one
-    of k. The strides of v are None where they are those of k, and its width, too."""
+    of k."""
     BLOCK_M: tl.constexpr = 64 * CONFIG.parts
     D: tl.constexpr = CONFIG.d
     DV: tl.constexpr = CONFIG.dv
@@ -188,10 +188,7 @@ def _sparse_attention_fwd_kernel(
         inside = (query < Tq)[:, None] & wide
         q = tl.load(q_ptr + query[:, None] * stride_qt + column[None, :], mask=inside, other=0.0)
     k_ptr += batch * stride_kb + (head // sharing) * stride_kh
-    if stride_vt is None:
-        v_ptr += batch * stride_kb + (head // sharing) * stride_kh
-    else:
-        v_ptr += batch * stride_vb + (head // sharing) * stride_vh
+    v_ptr += batch * stride_vb + (head // sharing) * stride_vh
     from_ptr, count, offset = begin_walk(
         from_ptr, counts_ptr, first, group, batch, head * CONFIG.scopes // heads, tl.num_programs(2), Tq, capacity,
         CONFIG,
@@ -215,10 +212,7 @@ def _sparse_attention_fwd_kernel(
         finite = tl.where(most == float("-inf"), 0.0, most)
         p = tl.exp2(s * log2_scale - finite[:, None])
         shrink = tl.exp2(m - finite)
-        if stride_vt is None:
-            at = key[:, None] * stride_kt + of_v[None, :]
-        else:
-            at = key[:, None] * stride_vt + of_v[None, :]
+        at = key[:, None] * stride_vt + of_v[None, :]
         v = tl.load(v_ptr + at, mask=some[:, None] & (of_v < DV)[None, :], other=0.0)
         total = total * shrink + tl.sum(p, 1)
         if seed_ptr is not None:
@@ -281,5 +275,5 @@ def sparse_attention(call: SparseAttention) -> tuple[Tensor, Tensor]:
 
 EXAMPLE = Config(1, 2, 64, 128, 128, 128, 128, 0, "ieee")
 EXAMPLES = {
-    _sparse_attention_fwd_kernel: {**AS_K, "seed_ptr": None, "CONFIG": EXAMPLE, "num_warps": 8, "maxnreg": 128},
+    _sparse_attention_fwd_kernel: {"seed_ptr": None, "CONFIG": EXAMPLE, "num_warps": 8, "maxnreg": 128},
 }

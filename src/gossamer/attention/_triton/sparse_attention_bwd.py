@@ -26,7 +26,7 @@ from torch import Tensor
 from gossamer._core import launch, tuning
 from gossamer._core.compiling import together
 from gossamer._core.philox import dropout_weights
-from gossamer.attention._triton._products import AS_K, block_of_columns, reached, strided, wide_product
+from gossamer.attention._triton._products import block_of_columns, reached, strided, wide_product
 from gossamer.attention._triton.indexer_loss import indexer_gradients
 from gossamer.attention._triton.key_lists import await_entry, key_lists, plan_of, positions, seen
 from gossamer.attention._triton.sparse_attention import (
@@ -94,7 +94,7 @@ def _sparse_attention_bwd_q_kernel(
     CONFIG: tl.constexpr,
 ):  # fmt: skip
     """Program (group of queries, the last first; head and block of q's columns; batch). So many heads are `sharing` one
-    of k. The strides of v are None where they are those of k, and its width, too."""
+    of k."""
     BLOCK_M: tl.constexpr = 64 * CONFIG.parts
     D: tl.constexpr = CONFIG.d
     DV: tl.constexpr = CONFIG.dv
@@ -125,10 +125,7 @@ def _sparse_attention_bwd_q_kernel(
     lse = tl.load(stats_ptr + 2 * token, mask=query < Tq, other=0.0)
     delta = tl.load(stats_ptr + 2 * token + 1, mask=query < Tq, other=0.0)
     k_ptr += batch * stride_kb + (head // sharing) * stride_kh
-    if stride_vt is None:
-        v_ptr += batch * stride_kb + (head // sharing) * stride_kh
-    else:
-        v_ptr += batch * stride_vb + (head // sharing) * stride_vh
+    v_ptr += batch * stride_vb + (head // sharing) * stride_vh
     from_ptr, count, offset = begin_walk(
         from_ptr, counts_ptr, first, group, batch, head * CONFIG.scopes // heads, tl.num_programs(2), Tq, capacity,
         CONFIG,
@@ -138,7 +135,7 @@ def _sparse_attention_bwd_q_kernel(
     for start in range(0, count, BLOCK_N):
         key, some, keep = walk_keys(from_ptr, start, count, offset, begin, row, Tq, capacity, CONFIG)
         k = tl.load(k_ptr + key[:, None] * stride_kt + column[None, :], mask=some[:, None] & wide, other=0.0)
-        at = key * (stride_kt if stride_vt is None else stride_vt)
+        at = key * stride_vt
         if CHUNK > 0:
             s = wide_product(q_ptr, token * D, query < Tq, k_ptr, key * stride_kt, some, D, CHUNK, PRECISION)
             dp = wide_product(grad_ptr, token * DV, query < Tq, v_ptr, at, some, DV, CHUNK, PRECISION)
@@ -351,7 +348,7 @@ def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tens
     if call.attended:
         dq = query_gradient(call, rows)
         dk, dv = (key_gradients_of_tiles if call.path == "tiles" else key_gradients)(call, rows)
-    if not indexer or indexer[0].numel() == 0:
+    if not indexer:
         return dq, dk.to(k.dtype), dv.to(v.dtype), *_without_scores(indexer, q)
     *found, _ = indexer_gradients(call, indexer, (q, k.contiguous(), v.contiguous(), grad, rows))
     dqi, dki, dw, db = (gradient.to(x.dtype) for gradient, x in zip(found, indexer))
@@ -359,7 +356,7 @@ def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tens
 
 
 def _without_scores(indexer: tuple[Tensor, ...], like: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of an indexer that scores nothing, or `[0]` where there is none."""
+    """Gradients of an indexer where there is no query, or `[0]` where there is no indexer."""
     dqi, dki, dw, db = map(torch.zeros_like, indexer) if indexer else (like.new_empty(0) for _ in range(4))
     return dqi, dki, dw, db
 
@@ -436,7 +433,7 @@ def key_gradients_of_tiles(call: SparseAttentionBwd, rows: Tensor) -> tuple[Tens
 _WIDE = replace(EXAMPLE, keys=128, parts=8)
 EXAMPLES = {
     _row_statistics_kernel: {"D": 128, "DV": 128, "BLOCK_M": 32},
-    _sparse_attention_bwd_q_kernel: {**AS_K, "seed_ptr": None, "CONFIG": replace(EXAMPLE, parts=1)},
+    _sparse_attention_bwd_q_kernel: {"seed_ptr": None, "CONFIG": replace(EXAMPLE, parts=1)},
     _sparse_attention_bwd_kv_kernel: {
         "dk_ptr": "*fp32", "dv_ptr": "*fp32", "seed_ptr": None, "CONFIG": _WIDE, "num_warps": 8, "num_stages": 3,
     },

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from gossamer._core import launch, tuning
-from gossamer.attention._triton._products import AS_K, block_of_columns, stages_of, strided, wide_product
+from gossamer.attention._triton._products import block_of_columns, stages_of, strided, wide_product
 from gossamer.attention._triton.key_lists import key_lists, positions, seen, slots_of
 from gossamer.attention.records import SparseAttention
 
@@ -155,8 +155,7 @@ def _sparse_decode_parts_kernel(
         else:
             k = tl.load(k_ptr + at[:, None] + column[None, :], mask=wide, other=0.0)
             s = tl.dot(q, k.T, input_precision="ieee")
-        if stride_vt is not None:
-            at = outer * stride_vb + inner * stride_vt + kv_head * stride_vh
+        at = outer * stride_vb + inner * stride_vt + kv_head * stride_vh
         v = tl.load(v_ptr + at[:, None] + of_v[None, :], mask=wide_v, other=0.0)
         if CONFIG.page > 0:
             # A page that there is not.
@@ -229,9 +228,7 @@ def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
     parts = torch.empty(b, h, tq, cuts, dv + 2, dtype=torch.float32, device=q.device)
     q, k, v = q.contiguous(), strided(k), strided(v)
     # The batch or page, the head, the key.
-    strides: list[int | None] = [x.stride(i) for x in (k, v) for i in ((0, 2, 1) if paged else (0, 1, 2))]
-    if strides[:3] == strides[3:]:
-        strides[3:] = None, None, None
+    strides = [x.stride(i) for x in (k, v) for i in ((0, 2, 1) if paged else (0, 1, 2))]
     sizes = (*strides, tk, room, 0 if table is None else table.shape[1], k.shape[0])
     args = (q, k, v, parts, read, lists, lengths, table, *sizes, scale)
     page = k.shape[1] if paged else 0
@@ -245,6 +242,6 @@ def sparse_decode(call: SparseAttention) -> tuple[Tensor, Tensor]:
 
 
 EXAMPLES = {
-    _sparse_decode_parts_kernel: {**AS_K, "CONFIG": Config(CHUNKS, 4, 1, 4, 1, 128, 128, 128, 0, 64, True)},
+    _sparse_decode_parts_kernel: {"CONFIG": Config(CHUNKS, 4, 1, 4, 1, 128, 128, 128, 0, 64, True)},
     _sparse_decode_kernel: {"D": 128, "BLOCK": 64},
 }

@@ -50,21 +50,18 @@ all programs up."""
 def find_tile(tile, outputs, sizes, BLOCK: gl.constexpr, TILE: gl.constexpr):
     """(matrix, first row, first column or first listed block, end of the row's list, whether there is a tile)."""
     offsets_ptr, _, _, _, capacity = outputs
-    _Z, M, N, _K = sizes
+    Z, M, N, _K = sizes
     TILE_M: gl.constexpr = TILE[0]
     GROUP: gl.constexpr = TILE[1]
     STRIPS: gl.constexpr = TILE[2]
     tiles_m, tiles_n = gl.cdiv(M, TILE_M), gl.cdiv(N, BOX * COLUMNS)
-    z = tile // (tiles_m * tiles_n)
-    inside = tile % (tiles_m * tiles_n)
-    group = inside // (GROUP * tiles_n)
-    height = gl.minimum(tiles_m - group * GROUP, GROUP)
-    inside -= group * GROUP * tiles_n
-    m, across = (group * GROUP + inside % height) * TILE_M, inside // height
+    group, inside = tile // (GROUP * tiles_n), tile % (GROUP * tiles_n)
+    height = gl.minimum(Z * tiles_m - group * GROUP, GROUP)
+    row, across = group * GROUP + inside % height, inside // height
+    z, m = row // tiles_m, row % tiles_m * TILE_M
     if STRIPS:
-        row = offsets_ptr + (z * tiles_m + m // TILE_M)
-        first = gl.load(row) + across * (BOX * COLUMNS // BLOCK[2])
-        end = gl.minimum(gl.load(row + 1), capacity)
+        first = gl.load(offsets_ptr + row) + across * (BOX * COLUMNS // BLOCK[2])
+        end = gl.minimum(gl.load(offsets_ptr + row + 1), capacity)
         return z, m, first, end, first < end
     else:
         return z, m, across * (BOX * COLUMNS), 0, True

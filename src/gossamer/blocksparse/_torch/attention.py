@@ -234,9 +234,13 @@ def leaves_nothing_out(given: Attention) -> bool | None:
 
 def _as_dense(given: Attention) -> tuple[Tensor, Tensor, Tensor, bool] | None:
     """(q, k, v with as many heads, causal) of an attention that PyTorch computes as well, or None. PyTorch multiplies
-    hidden keys by 0, so that operands have to be finite."""
+    hidden keys by 0, so that operands have to be finite, and scales a mask of -inf, so that the scale is positive."""
     causal = leaves_nothing_out(given)
-    if causal is None or not all(bool(x.isfinite().all()) for x in (given.q, given.k, given.v)):
+    if (
+        causal is None
+        or (causal and given.scale <= 0)
+        or not all(bool(x.isfinite().all()) for x in (given.q, given.k, given.v))
+    ):
         return None
     group = given.q.shape[1] // given.k.shape[1]
     k, v = (x if group == 1 else x.repeat_interleave(group, 1) for x in (given.k, given.v))

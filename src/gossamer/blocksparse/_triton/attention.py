@@ -89,7 +89,9 @@ def relation(places_ptr, term, pair, query, key, sizes, CONFIG: tl.constexpr):
     at = places_ptr + (term * B + pair // H).to(tl.int64) * (Tq + Tk)
     of_query = tl.load(at + query, mask=query < Tq, other=0)
     of_key = tl.load(at + Tq + key, mask=key < Tk, other=0)
-    return tl.minimum(tl.maximum(of_key - of_query + CONFIG.window // 2, 0), CONFIG.window - 1)
+    # A difference of two positions may be beyond int32.
+    first, last = of_query - CONFIG.window // 2, of_query + CONFIG.window // 2
+    return tl.minimum(tl.maximum(of_key, first), last) - first
 
 
 @triton.jit

@@ -33,15 +33,7 @@ from gossamer.blocksparse._triton.attention import (
     store_rows,
     token_major,
 )
-from gossamer.blocksparse.attention_lists import (
-    Tile,
-    column_of,
-    last_of,
-    matrix_of,
-    owner_of,
-    reached,
-    row_of,
-)
+from gossamer.blocksparse.attention_lists import Tile, column_of, last_of, matrix_of, owner_of, reached, row_of
 from gossamer.blocksparse.attention_path import choose_path, empty_like, leaves_idle
 from gossamer.blocksparse.records import BlocksparseAttentionBwd
 

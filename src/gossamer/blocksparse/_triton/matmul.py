@@ -253,6 +253,8 @@ HOPPER = {
     (64, 2, 256): Tile(256, 32, 4, 4),
     (64, 4, 256): Tile(256, 32, 8, 5),
     (128, 2, 128): Tile(128, 64, 8, 4),
+    (128, 2, 256): Tile(256, 64, 8, 3),
+    (128, 4, 256): Tile(256, 32, 8, 4),
 }
 """(blocks' rows, bytes of an element, columns) -> the fastest tile on one H200: n 4,096, four matrices, all three
 block-sparse, 12 tiles for blocks of 64, 6 for blocks of 32, 4 for blocks of 128, and 7 in TF32. Two to four programs

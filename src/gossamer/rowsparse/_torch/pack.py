@@ -107,7 +107,8 @@ def stored(indices: Tensor, spans: Tensor, n: int) -> tuple[Tensor, Tensor]:
         low, high = (int(bound) for bound in found.aminmax())
         if low < -1 or high >= n:
             raise ValueError(
-                f"rowsparse: indices must lie in [0, N) with N = {n}, or be -1 for no entry, got {low} to {high}. "
+                f"rowsparse: indices must lie in [0, N) with N = {n}, or be -1 for no entry, got "
+                f"{low if low < -1 else high}. "
                 "rows.validate() checks a container."
             )
         if low == -1:
