@@ -99,7 +99,10 @@ def environment(content: dict[str, Any]) -> str:
 
 
 def provenance(content: dict[str, Any]) -> str:
-    return f"{environment(content)}, commit {content['commit']}, `{content['command']}`"
+    """The command as it is called today. Older results have the names of before: the benchmarks left the package."""
+    command = content["command"].replace("gossamer bench sae --saelens", "python -m benchmarks integrations")
+    command = command.replace("gossamer bench", "python -m benchmarks")
+    return f"{environment(content)}, commit {content['commit']}, `{command}`"
 
 
 def page() -> str:
@@ -109,6 +112,7 @@ def page() -> str:
         "`python -m benchmarks.tables` makes these tables from files in [benchmarks/results](../benchmarks/results).",
         "A file names hardware, versions, commit and command, and has more cases and peers than a table. All providers",
         "of a case are checked against float64 and timed in turn in one run, on inputs that rotate beyond the cache.",
+        "Commands stand here as they are called today, and in older files by a former name.",
         "[Evidence](evidence.md) has the figures and tables of the five documents that gossamer started from.",
         "",
         "Times are medians in microseconds: eager, and in parentheses replayed from a CUDA graph. The ratio is the",
@@ -279,9 +283,7 @@ def sweeps() -> list[str]:
     rows, said = [], []
     for room, content in _swept().items():
         without = ", without Liger" if room == "gemm" and not content["versions"].get("liger-kernel") else ""
-        # Before there was `--wild`, these rooms drew from its ranges.
-        old = room in ("gemm", "rowsparse", "sae") and content["command"].startswith("gossamer bench")
-        said.append(f"- {room}: {provenance(content)}{', over the ranges of `--wild`' if old else ''}{without}.")
+        said.append(f"- {room}: {provenance(content)}{without}.")
         for kind, label in (("dense", "dense PyTorch"), ("best", "the best peer")):
             figures = content["summary"].get(kind, {}).get(room, {"cases": 0})
             if figures["cases"]:

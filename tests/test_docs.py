@@ -12,9 +12,11 @@ from typing import Any
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 import gossamer
+from gossamer.cli import main
 
 ROOMS = sorted(m.name for m in pkgutil.iter_modules(gossamer.__path__) if m.name[0] != "_" and m.name != "cli")
 
@@ -23,12 +25,17 @@ def public(room: ModuleType) -> list[str]:
     return [name for name in getattr(room, "__all__", []) if callable(getattr(room, name))]
 
 
+def imports(name: str) -> list[str]:
+    """The lines after which the examples of a room run; its page of reference begins with them."""
+    rooms = dict.fromkeys(("rowsparse", "testing", "gemm", "sae", name))
+    lines = ["import gossamer, torch", "from gossamer import gemm, rowsparse, sae, testing"]
+    return [*lines, *(f"from gossamer.{room} import *" for room in rooms)]
+
+
 @pytest.mark.parametrize("name", ROOMS)
 def test_examples(name: str) -> None:
-    names = {"torch": torch, "gossamer": gossamer}
-    for other in ("rowsparse", "testing", "gemm", "sae", name):
-        room = importlib.import_module(f"gossamer.{other}")
-        names |= {other: room} | {key: getattr(room, key) for key in room.__all__}
+    names: dict[str, Any] = {}
+    exec("\n".join(imports(name)), names)
     room = importlib.import_module(f"gossamer.{name}")
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
     finder = doctest.DocTestFinder(recurse=False)
@@ -70,6 +77,8 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         if language == "python" and 'from_pretrained("' not in content:
             if "sae_lens" in content:
                 pytest.importorskip("sae_lens")
+            if "learn_tokenizer" in content:
+                pytest.importorskip("tokenizers")
             if "transformers" in content:
                 pytest.importorskip("transformers")
             exec(content, names)
@@ -77,6 +86,20 @@ def test_snippets(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
             for name, shape in re.findall(r"^(\w+) = .*# \[([\d, ]+)\]$", content, re.M):
                 assert list(names[name].shape) == [int(size) for size in shape.split(",")]  # type: ignore[attr-defined]
     assert HOLDS.get(page, lambda _: True)(names)
+
+
+def test_commands_that_pages_name_exist() -> None:
+    """`gossamer ...` in a line of code or in a block of commands."""
+    known = typer.main.get_command(main).commands  # type: ignore[attr-defined]
+    code = re.compile(r"^```(\w*)\n(.*?)^```$|(`[^`\n]+`)", re.S | re.M)
+    named = {
+        (page, name)
+        for page in [*PAGES, "CONTRIBUTING.md", "docs/worked-example.md", "docs/distributed.md"]
+        for language, block, line in code.findall((HOUSE / page).read_text(encoding="utf-8"))
+        if language in ("", "sh", "bash")
+        for name in re.findall(r"(?:^|`|--no-python )gossamer ([a-z]+)", block or line, re.M)
+    }
+    assert {(page, name) for page, name in named if name not in known} == set() and len(named) >= 8
 
 
 def test_the_first_example_reconstructs_its_input(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,7 +127,6 @@ def test_the_worked_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     """Every block as it stands, one after the other; in shorter time, and with a small model in the place of GPT-2."""
     transformers, _ = pytest.importorskip("transformers"), pytest.importorskip("sae_lens")
     from demo import __main__ as demo
-    from gossamer.cli import main
     from tests.integrations.test_transformers import byte_level
 
     monkeypatch.chdir(tmp_path)
@@ -147,6 +169,8 @@ def test_the_site_names_all_that_is_public(tmp_path: Path, monkeypatch: pytest.M
         page = (tmp_path / "api" / f"{name}.html").read_text(encoding="utf-8")
         places = set(re.findall(r'id="gossamer\.([\w.]+)"', page))
         room = importlib.import_module(f"gossamer.{name}")
+        said = re.sub(r"<[^>]+>", "", page)
+        assert all(line in said for line in imports(name))
         wanted = getattr(room, "__all__", None) or ["patch", "unpatch"]
         assert {f"{name}.{item}" for item in wanted} <= places
         assert name != "rowsparse" or "rowsparse.Rows.ablate" in places

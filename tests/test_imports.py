@@ -28,6 +28,7 @@ RANK = {
     "train": 7,
     "integrations": 7,
     "cli": 8,
+    "__main__": 9,
 }
 
 BLOCKED = """

@@ -36,7 +36,7 @@ def _objects(within: Object) -> Iterator[Any]:
 
 
 def _defined(member: Module | Alias) -> Object:
-    """What a public name stands for; a file stands for the function of its name."""
+    """The object that a public name stands for; a file stands for the function of its name."""
     if isinstance(member, Alias):
         member = member.final_target
     return member.members.get(member.name, member) if isinstance(member, Module) else member

@@ -1,8 +1,9 @@
 """A hook of MkDocs: pages that are not in docs/, and links that hold in the repository made to hold in the site.
 
 README becomes the start page. CHANGELOG, CONTRIBUTING and each script of the gallery get pages of their own, and each
-room gets a page of reference, filled by mkdocstrings. Documents link to one another as they lie in the repository, so
-that they can be read there. A link to a file that is no part of the site, such as a result, becomes its text.
+room gets a page of reference, filled by mkdocstrings, which begins with the imports of its examples. Documents link to
+one another as they lie in the repository, so that they can be read there. A link to a file that is no part of the site,
+such as a result, becomes its text.
 """
 
 import posixpath
@@ -27,7 +28,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for picture in (ROOT / "benchmarks/results").glob("*.png"):
         files.append(File.generated(config, f"results/{picture.name}", abs_src_path=str(picture)))
     for module in MODULES:
-        content = f"# gossamer.{module}\n\n::: gossamer.{module}\n"
+        rooms = dict.fromkeys(("rowsparse", "testing", "gemm", "sae", module))
+        lines = ["import gossamer, torch", "from gossamer import gemm, rowsparse, sae, testing"]
+        lines += [f"from gossamer.{room} import *" for room in rooms]
+        code = "\n".join(["```python", *lines, "```"])
+        content = f"# gossamer.{module}\n\nThe examples of this page begin after these imports:\n\n{code}\n\n"
+        content += f"::: gossamer.{module}\n"
         files.append(File.generated(config, f"api/{module}.md", content=content))
     for script in sorted((ROOT / "docs/gallery").glob("*.py")):
         files.append(File.generated(config, f"gallery/{script.stem}.md", content=_gallery(script)))

@@ -5,7 +5,7 @@ write the network's 128 hidden numbers as a sum of few out of 1,024 directions. 
 16, and nothing else: L0 starts at several times that and comes down. The last lines print where one feature is largest.
 """
 
-import sys
+import argparse
 import sysconfig
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from gossamer import nn
 
-steps = int(sys.argv[1]) if sys.argv[1:] else 1000
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("steps", nargs="?", type=int, default=1000, help="training steps, 1000 by default")
+steps = parser.parse_args().steps
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 torch.manual_seed(0)

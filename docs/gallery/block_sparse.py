@@ -5,7 +5,7 @@ before it. In the other a layout names the blocks of 32 x 32 that exist: a windo
 block, which all meet. The cost of attention follows the blocks; the picture shows which they are, and both losses.
 """
 
-import sys
+import argparse
 import sysconfig
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from gossamer import blocksparse, nn
 
-steps = int(sys.argv[1]) if sys.argv[1:] else 150
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("steps", nargs="?", type=int, default=150, help="training steps, 150 by default")
+steps = parser.parse_args().steps
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 T, block = 512, 32

@@ -5,7 +5,7 @@ of 1,024 neurons. Two of them pay for active neurons, by the L1 of the block; on
 that no byte of a step has made active. The pictures show active neurons, dead ones, and the loss.
 """
 
-import sys
+import argparse
 import sysconfig
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from gossamer import nn, sparsity
 
-steps = int(sys.argv[1]) if sys.argv[1:] else 600
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("steps", nargs="?", type=int, default=600, help="training steps, 600 by default")
+steps = parser.parse_args().steps
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 

@@ -2,11 +2,11 @@
 
 A layer reads passages of Python's standard library that come twice, and learns to predict the second time's bytes with
 attention to all keys. Its indexer learns beside it, by a loss of its own, to score keys as attention weighs them. Then
-each of 256 queries may take 16 keys alone. The bars are shares of bytes told right: what tells them is 128 bytes away.
+each of 256 queries may take 16 keys alone. The bars are shares of bytes told right, from bytes 128 places before.
 """
 
+import argparse
 import copy
-import sys
 import sysconfig
 from pathlib import Path
 
@@ -17,7 +17,9 @@ from torch.nn import functional as F
 from gossamer import nn
 from gossamer.attention import Selection, indexer_loss
 
-steps = int(sys.argv[1]) if sys.argv[1:] else 600
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("steps", nargs="?", type=int, default=600, help="training steps, 600 by default")
+steps = parser.parse_args().steps
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 T, k = 256, 16

@@ -2,10 +2,10 @@
 
 A block `down(silu(gate(x)) * up(x))` learns to predict the next byte of Python's standard library from the 16 before
 it: once as three layers of PyTorch, once as `nn.GatedMLP`, and once as one that keeps nothing and computes gate and up
-again. The losses agree. The picture shows what each keeps for its backward pass, beside x and the weights.
+again. The losses agree. The picture shows the tensors that each keeps for its backward pass, beside x and weights.
 """
 
-import sys
+import argparse
 import sysconfig
 from pathlib import Path
 
@@ -15,7 +15,9 @@ from torch.nn import functional as F
 
 from gossamer import nn
 
-steps = int(sys.argv[1]) if sys.argv[1:] else 200
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("steps", nargs="?", type=int, default=200, help="training steps, 200 by default")
+steps = parser.parse_args().steps
 files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
 text = torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in files)), dtype=torch.uint8)
 

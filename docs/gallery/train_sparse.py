@@ -6,7 +6,7 @@ an L1 term beside it, which starts small and grows. The third gives new weights 
 made active. The pictures show the loss, the active neurons of each layer, and dead neurons.
 """
 
-import sys
+import argparse
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -15,7 +15,9 @@ from matplotlib import pyplot as plt
 
 from gossamer import train
 
-steps = int(sys.argv[1]) if sys.argv[1:] else 200
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("steps", nargs="?", type=int, default=200, help="training steps, 200 by default")
+steps = parser.parse_args().steps
 texts = [file.read_text(errors="replace") for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))[:40]]
 figure, panels = plt.subplots(1, 3, figsize=(11, 3), layout="constrained")
 with tempfile.TemporaryDirectory() as folder:

@@ -135,6 +135,12 @@ def python(code: str) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
+def test_the_package_runs_as_the_command_does() -> None:
+    command = [sys.executable, "-m", "gossamer", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"gossamer {gossamer.__version__}\n"), done.stderr
+
+
 def test_help_lists_the_commands_without_importing_torch() -> None:
     done = python(
         "import sys; from typer.testing import CliRunner; from gossamer.cli import main;"

@@ -130,8 +130,8 @@ def train(
 
     On several GPUs, each with a part of the sweep: torchrun --nproc-per-node 3 --no-python gossamer sae train ...
 
-    A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
-    was never killed. Each autoencoder is in a folder that SAELens and nn.load_sae read.
+    A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the tensors of a run
+    that was never killed, to the bit. Each autoencoder is in a folder that SAELens and nn.load_sae read.
     """
     from gossamer.cli._sae_train_report import read, render
     from gossamer.cli.train import log_writers, steps_bar

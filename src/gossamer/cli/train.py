@@ -107,9 +107,10 @@ def run(
 
     On several GPUs: torchrun --nproc-per-node 8 --no-python gossamer train run ...
 
-    A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the bits of a run that
-    was never killed. L1 costs a little loss and leaves few neurons active (L0); too much of it kills neurons, which
-    --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result fast.
+    A run may be killed at any moment: the same command goes on at the last checkpoint, and gives the tensors of a run
+    that was never killed, to the bit. L1 costs a little loss and leaves few neurons active (L0); too much of it kills
+    neurons, which --reinitialize brings back. `integrations.transformers.patch(model, sparse=True)` makes the result
+    fast.
     """
     ctx.obj = lambda: "the same command goes on at the last checkpoint"
     begin_log = log_writers(log)

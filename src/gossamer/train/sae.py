@@ -166,8 +166,8 @@ class SAERun(Resumable):
     batch nearest to a variance of 1 in each element. The files that a run writes are in the units of the source.
 
     Where `torch.distributed` is initialised, all ranks make the run with the same arguments, on a file system that they
-    share. Rank r of W trains the autoencoders r, r + W, ... and reads the source by itself. Files are those of one
-    process, to the bit on the same hardware, and another number of ranks goes on with them.
+    share. Rank r of W trains the autoencoders r, r + W, ... and reads the source by itself. Files have the
+    tensors of one process, to the bit on the same hardware, and another number of ranks goes on with them.
 
     Args:
         config: of the run.
