@@ -49,7 +49,11 @@ def sparse_attention_bwd(call: SparseAttentionBwd) -> tuple[Tensor, Tensor, Tens
                 part.copy_((ds @ rows_of(k, block).to(working)).view_as(part))
                 dv[b, theirs].index_add_(1, keys, p.transpose(1, 2) @ do)
                 dk[b, theirs].index_add_(1, keys, ds.transpose(1, 2) @ qb)
-            yield b, queries, keys, keep, lambda _, logits=logits: logits.sum((0, 1))
+
+            def of_scores(_: Tensor, logits: Tensor = logits) -> Tensor:
+                return logits.sum((0, 1))
+
+            yield b, queries, keys, keep, of_scores
 
     indexer = tuple(x for x in (call.q_idx, call.k_idx, call.w, call.bias) if x is not None)
     if indexer:
