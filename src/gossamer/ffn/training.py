@@ -99,7 +99,7 @@ def pays(known: Density | None, hot: Density | None, block: Block, sizes: tuple[
     of its hot neurons."""
     if known is None or not block.x.is_cuda:
         return False
-    x, columns = block.x, columns_for(hot and hot.mean, sizes[2])
+    x, columns = block.x, columns_for(None if hot is None else hot.mean, sizes[2])
     light, heavy = known.light / max(known.rows, 1), known.over / max(known.rows, 1)
     gated = block.up_weight is not None
     return lists_are_faster(light, columns, sizes, gated, x.element_size(), x.get_device(), heavy)
@@ -144,7 +144,7 @@ def differentiable(
     hot = columns_for(None, n)
     if density is not None:
         density.last_path = method
-        hot = int(density.hot.path(lambda known: str(columns_for(known and known.mean, n)), training=True))
+        hot = int(density.hot.path(lambda of: str(columns_for(None if of is None else of.mean, n)), training=True))
     sparse = method == "gather" and 0 not in sizes
     with span(f"gossamer::{operator}/training/{'lists' if sparse else 'dense'}"):
         if sparse:

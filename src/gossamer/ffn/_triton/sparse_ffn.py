@@ -58,23 +58,24 @@ def _readable(operands: Operands, is_few: bool) -> Operands:
 
 def _many(operands: Operands, out: Tensor, nnz: Tensor, squared: bool) -> None:
     """Writes out and nnz for any number of rows, BLOCK at a time."""
-    x, *gate, up, up_bias, source, down_bias = operands
-    assert x is not None and gate[0] is not None and source is not None
+    x, gate, gate_bias, threshold, up, up_bias, source, down_bias = operands
+    assert x is not None and gate is not None and source is not None
     (d, n), k = source.shape, x.shape[1]
     by_columns = source.t().is_contiguous()
-    weights = Weights(*gate, up, up_bias, source.t() if by_columns else source.new_empty(n, d))  # type: ignore[arg-type]
+    down = source.t() if by_columns else source.new_empty(n, d)
+    weights = Weights(gate, gate_bias, threshold, up, up_bias, down)
     limit = costs_of(n, k, d, up is not None, x).limit
     for first in range(0, x.shape[0], BLOCK):
         rows, result = (t[first : first + BLOCK] for t in (x, out))
         listed = torch.empty(LISTED.value + rows.shape[0], dtype=torch.int32, device=x.device)
-        packed, listing = pack(rows, *gate, words=(listed, limit))  # type: ignore[arg-type]
+        packed, listing = pack(rows, gate, gate_bias, threshold, words=(listed, limit))
         if not listing:
             heavy.start(listed, limit)
         if first == 0 and not by_columns and source.stride(1) == 1:
             # Where Hopper packs, on the multiprocessors that have no more tiles.
-            launch_dense_transpose(source, weights.down, listing)
+            launch_dense_transpose(source, down, listing)
         elif first == 0 and not by_columns:
-            weights.down.copy_(source.t())
+            down.copy_(source.t())
         gather.gather(packed, rows, weights, down_bias, result, nnz[first : first + BLOCK], listed, squared)
         heavy.project(listed, rows, (*weights, down_bias), result, squared)
 
