@@ -211,7 +211,7 @@ def test_shapes_are_named(device: torch.device) -> None:
     for x in (torch.ones(2, 32, 30, device=device), torch.ones(32, 32, device=device)):
         with pytest.raises(ValueError, match=r"x must have shape \[B, T, hidden_size\] with hidden_size = 32, got"):
             layer(x)
-    with pytest.raises(ValueError, match=r"blocksparse.causal: size must be \(M, N\), queries and keys, got 300"):
+    with pytest.raises(ValueError, match=r"blocksparse.causal: size must be \(M, N\), two ints of at least 0, got 300"):
         blocksparse.causal(300, 32)  # type: ignore[arg-type]
 
 
