@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from gossamer._core import tuning
-from gossamer.blocksparse.matmul_path import ALL, BAND, Walk, choose_walk, dense_is_faster
+from gossamer.blocksparse.matmul_path import Walk, choose_walk, dense_is_faster
 
 pytestmark = pytest.mark.native
 GPU = torch.device("cuda", 0)
@@ -42,19 +42,24 @@ def test_choice_of_a_walk() -> None:
 def test_strips_where_they_were_faster(sparsity: int, n: int, strips: bool, more: float) -> None:
     """Blocks of 64, a quarter of both operands' absent, with a diagonal; random masks have a few more or less."""
     inputs, result = (share + (1 - share) * 64 / n + more for share in (0.75, 1 - sparsity / 100))
-    want = Walk(64, True, True, BAND[64] if n >= 4096 else ALL) if strips else Walk(128, False, False)
+    want = Walk(64, True, True, 64) if strips else Walk(128, False, False)
     assert walk_of(64, inputs, inputs, result, n=n) == want
 
 
-@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("block, size", [(64, 2), (64, 4), (128, 2), (128, 4)])
 @pytest.mark.parametrize("n, result, pairs", [
     (1024, 0.5, False), (1024, 0.25, False), (2048, 0.5, False), (2048, 0.25, True), (4096, 0.5, True),
     (4096, 0.25, True), (8192, 0.5, True), (8192, 0.25, True),
 ])  # fmt: skip
-def test_blocks_of_the_result_of_a_dense_right_operand(n: int, result: float, pairs: bool, block: int) -> None:
-    """The kernel for every GPU, or every block on Hopper's, whichever was faster; strips never are by much."""
-    want = None if pairs else Walk(128, False, False)
-    assert walk_of(block, None, None, result, n=n) == walk_of(block, 1.0, None, result, n=n) == want
+def test_blocks_of_the_result_of_a_dense_right_operand(
+    n: int, result: float, pairs: bool, block: int, size: int
+) -> None:
+    """The kernel for every GPU, every block on Hopper's, or strips of blocks of 128, whichever was faster."""
+    for left in (None, 1.0):
+        want = None if pairs else Walk(128, False, False)
+        if n >= 4096 and (block, size) == (128, 2):
+            want = Walk(128, left is not None, True, 32)
+        assert walk_of(block, left, None, result, n=n, size=size) == want
 
 
 def hopper(copy: float, monkeypatch: pytest.MonkeyPatch) -> None:

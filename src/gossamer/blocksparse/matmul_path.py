@@ -47,9 +47,7 @@ PRESENT, FILLING = 1.7, 0.75
 which Hopper's multiplies every block: for each share of the products, and for one wave of programs."""
 BAND = {64: 64, 128: 32}
 """Rows of tiles in a band, 4,096 rows: the more of them share columns of B, the less often these are read again."""
-LEAST_BAND, ALL = 16, 4096
-"""Rows in a band of tiles of every block; and of strips where a matrix has less than a band: of all matrices at once,
-for programs take tiles at equal distances, and of a row the last strips may not be there."""
+LEAST_BAND = 16
 ACROSS = 256
 """Columns of a tile."""
 
@@ -192,8 +190,8 @@ def choose_walk(
     """Every block, absent or not, in tiles of 128 x 256; or present ones alone, in tiles of a block row, which reach
     less of the GPU's speed, and may need another wave of programs where there are few tiles. None where the kernel of
     `_triton` is faster: for pairs of two block-sparse operands, for present blocks of 64 of large products in 16 bits,
-    and for blocks of the result of a dense right operand. `size` is the bytes of an element, `programs` the number that
-    the GPU holds at once."""
+    and for most blocks of the result of a dense right operand. `size` is the bytes of an element, `programs` the number
+    that the GPU holds at once."""
     of_a, of_b, of_out = densities
     a, out = 1.0 if of_a is None else of_a, 1.0 if of_out is None else of_out
     present = a * out
@@ -214,14 +212,14 @@ def choose_walk(
         if waves < all_waves and block[0] == 64 and size == 2 and math.prod(sizes) >= LARGE:
             return None
         return Walk(block[0], True, False, BAND[block[0]]) if waves < all_waves else every
-    if of_b is None:
+    # Strips of blocks of 128 are faster in 16 bits, where there are many waves.
+    if of_b is None and not (block[0] == 128 and size == 2 and all_waves >= 8):
         return None if PRESENT * present + FILLING / all_waves < 1 else every
     # A row of blocks ends within a strip, half a strip before its end in the mean.
     width = ACROSS // block[2]
     tiles = z * down * min(float(across), out * -(-n // block[2]) / width + 0.5 - 0.5 / width)
     waves = -(-tiles // programs) * share / STRIPPED[block[0]]
-    band = BAND[block[0]] if down >= BAND[block[0]] else ALL
-    return Walk(block[0], True, True, band) if waves < all_waves else every
+    return Walk(block[0], of_a is not None, True, BAND[block[0]]) if waves < all_waves else every
 
 
 def widest_for(lists: Lists | None, across: int, bn: int) -> int:
