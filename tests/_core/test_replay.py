@@ -399,14 +399,13 @@ def test_no_step_of_python_for_an_argument(device: torch.device) -> None:
         for _ in range(3):
             repeated((x,))
 
-        def count_opcodes(frame: Any, event: str, _: Any) -> Any:
+        def count_lines(frame: Any, event: str, _: Any) -> Any:
             nonlocal found
-            frame.f_trace_opcodes = True
-            found += event == "opcode"
-            return count_opcodes
+            found += event == "line"
+            return count_lines
 
         before = sys.gettrace()
-        sys.settrace(count_opcodes)
+        sys.settrace(count_lines)
         try:
             out = repeated((x,))
         finally:
@@ -414,7 +413,7 @@ def test_no_step_of_python_for_an_argument(device: torch.device) -> None:
         assert launched[-1][4:] == (x.data_ptr(), out.data_ptr(), *[3, out.data_ptr()] * count)
         return found
 
-    assert steps(20) == steps(1)
+    assert steps(20) == steps(1) > 0
 
 
 def test_inference_mode(device: torch.device) -> None:
