@@ -399,14 +399,13 @@ def test_no_step_of_python_for_an_argument(device: torch.device) -> None:
         for _ in range(3):
             repeated((x,))
 
-        def count_opcodes(frame: Any, event: str, _: Any) -> Any:
+        def count_lines(frame: Any, event: str, _: Any) -> Any:
             nonlocal found
-            frame.f_trace_opcodes = True
-            found += event == "opcode"
-            return count_opcodes
+            found += event == "line"
+            return count_lines
 
         before = sys.gettrace()
-        sys.settrace(count_opcodes)
+        sys.settrace(count_lines)
         try:
             out = repeated((x,))
         finally:
