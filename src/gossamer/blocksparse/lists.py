@@ -77,11 +77,6 @@ class Lists:
         return Lists(self.buffer, self.form.mT)
 
     @property
-    def half(self) -> Tensor:
-        """The buffer from the half of the rows on."""
-        return self.buffer[self._own :]
-
-    @property
     def row_offsets(self) -> Tensor:
         return self.buffer[self._own : self._own + self.form.z * self.form.rows + 1]
 
