@@ -34,6 +34,8 @@ STACK = {
     "_triton._ffn_train_heavy_bwd_kernel": 232,
     # With a bias, relative positions and dropout together.
     "_triton._attention_dq_kernel": 24,
+    # With it the loss takes 1.01 to 1.02 times as long as with a kernel more.
+    "_triton._indexer_rows_kernel": 24,
 }
 KERNELS = aot.examples()
 

@@ -127,5 +127,5 @@ def _launch(y: Tensor, cos: Tensor, sin: Tensor, parts: Sequence[Tensor], dy: Te
 
 
 EXAMPLES = {
-    _rotary_gates_kernel: {"dy_ptr": "*bf16", "D": 128, "VALUE_GATE": True, "BLOCK_T": 32},
+    _rotary_gates_kernel: {"D": 128, "VALUE_GATE": True, "BLOCK_T": 32},
 }
