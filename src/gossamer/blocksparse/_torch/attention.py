@@ -199,6 +199,16 @@ def _scattered(blocks: Tensor, chunk: _Chunk, values: Tensor) -> None:
     blocks.view(math.prod(blocks.shape[:3]), *blocks.shape[3:]).index_add_(0, _flat(blocks, chunk), values)
 
 
+def _added(to: Tensor, at: tuple[Tensor, ...], values: Tensor) -> None:
+    """Adds values to contiguous `to` where `at` has places of its first dimensions, in their order: threads that share
+    an `index_put_` add in any."""
+    place = at[0]
+    for size, index in zip(to.shape[1:], at[1:]):
+        place = place * size + index
+    shape = to.shape[len(at) :]
+    to.view(-1, *shape).index_add_(0, place.flatten(), values.reshape(-1, *shape))
+
+
 def leaves_nothing_out(given: Attention) -> bool | None:
     """Whether every query takes all keys (False), or all keys up to its own position (True), by the layout and
     `causal` together; None of every other attention."""
@@ -285,10 +295,8 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
     grad, grad_lse, out, lse, q, k, v, bias, relative, *_ = call
     tq, tk = q.shape[2], k.shape[2]
     added = q.dtype if bias is None else bias.dtype
-    dbias = torch.zeros_like(bias, dtype=lse.dtype) if call.with_bias and bias is not None else q.new_empty(0)
-    drelative = (
-        torch.zeros_like(relative, dtype=lse.dtype) if call.with_relative and relative is not None else q.new_empty(0)
-    )
+    dbias = lse.new_zeros(bias.shape) if call.with_bias and bias is not None else q.new_empty(0)
+    drelative = lse.new_zeros(relative.shape) if call.with_relative and relative is not None else q.new_empty(0)
     if given.lists.overflowed():
         dq, dk, dv = (empty_like(x).fill_(torch.nan) for x in (q, k, v))
         return dq, dk, dv, dbias.fill_(torch.nan).to(added), drelative.new_full(drelative.shape, torch.nan).to(q.dtype)
@@ -325,12 +333,12 @@ def attention_bwd(call: BlocksparseAttentionBwd) -> tuple[Tensor, Tensor, Tensor
             for step in given.steps(chunk):
                 sums.scatter_add_(2, step, ds * scale)
             # Queries beyond the last have weights of 0.
-            drelative.index_put_(rows, sums, accumulate=True)
+            _added(drelative, rows, sums)
         if dbias.numel():
             inside = ds if chunk.inside is None else ds.masked_fill(~chunk.inside, 0)
             if dbias.dim() == 3:
-                dbias.index_put_((chunk.entry,), inside.unflatten(2, (-1, width)).transpose(1, 2), accumulate=True)
+                _added(dbias, (chunk.entry,), inside.unflatten(2, (-1, width)).transpose(1, 2))
             else:
-                dbias.index_put_(given.bias_at(chunk), inside, accumulate=True)
+                _added(dbias, given.bias_at(chunk), inside)
     dq, dk, dv = (_token_major(x.flatten(2, 3)[:, :, :t], q.dtype) for x, t in ((dq, tq), (dk, tk), (dv, tk)))
     return dq, dk, dv, dbias.to(added), drelative.to(q.dtype)
